@@ -1,0 +1,84 @@
+// NaN and Inf in V under a mask. A product with P = 0 would carry them to rows that do not see them, so a partly masked tile
+// that holds any is taken apart: what is not finite goes to exactly the rows that see it, and becomes 0 in the tile.
+#pragma once
+#include "ptx/memory.cuh"
+#include "ptx/mma_sm80.cuh"
+#include "tile/layout.cuh"
+
+template <typename T> struct Bits;
+template <> struct Bits<half> { static constexpr u32 kExponent = 0x7c00, kMantissa = 0x03ff, kOne = 0x3c00; };
+template <> struct Bits<bf16> { static constexpr u32 kExponent = 0x7f80, kMantissa = 0x007f, kOne = 0x3f80; };
+
+template <typename T> DEV bool is_nonfinite(u32 bits16) { return (bits16 & Bits<T>::kExponent) == Bits<T>::kExponent; }
+
+// Whether any element of the tile at `tile`, kBytes long and shared by kThreads threads, is NaN or Inf; with kClear those
+// become 0. A thread answers for its own part.
+template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfinite(u32 tile, u32 thread) {
+  bool found = false;
+  #pragma unroll 4
+  for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
+    Chunk c = load_shared(tile + at);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool lo = is_nonfinite<T>(c.word[i]), hi = is_nonfinite<T>(c.word[i] >> 16);
+      found |= lo | hi;
+      if (kClear) c.word[i] &= (lo ? 0 : 0xffffu) | (hi ? 0 : 0xffff0000u);
+    }
+    if (kClear) store_shared(tile + at, c);
+  }
+  return found;
+}
+
+// B fragment of ones where the elements of `v` are of the class: 0 NaN, 1 +Inf, 2 -Inf.
+template <typename T, int kClass> DEV u32 class_ones(u32 v) {
+  u32 ones = 0;
+  #pragma unroll
+  for (int shift = 0; shift < 32; shift += 16) {
+    const u32 x = v >> shift & 0xffff;
+    const bool nan = is_nonfinite<T>(x) && (x & Bits<T>::kMantissa);
+    const bool hit = kClass == 0 ? nan : is_nonfinite<T>(x) && !nan && (x >> 15 != 0) == (kClass == 2);
+    ones |= (hit ? Bits<T>::kOne : 0u) << shift;
+  }
+  return ones;
+}
+
+// Adds NaN or Inf to the outputs of a warp's kMTiles x 16 query rows wherever one that the row sees stands in the V tile:
+// ones at visible keys, times ones at elements of a class, count how many.
+template <typename T, typename Layout, int kBlockN, int kMTiles, int kNTiles, typename Mask>
+DEV void add_nonfinite(float (&rO)[kMTiles][kNTiles][4], u32 v_tile, const Mask& mask, int first_row, int first_key) {
+  const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  const u32 v_lane = v_tile + Layout::offset(lane % 16, 0) - Layout::swizzle(lane % 16) * 16;
+  #pragma unroll
+  for (int d = 0; d < kNTiles; d += 2) {
+    float counts[3][kMTiles][2][4] = {};
+    #pragma unroll 1
+    for (int key = 0; key < kBlockN; key += 16) {
+      u32 rV[4];
+      ldmatrix_x4_trans(rV, v_lane + key * Layout::kRowBytes + (((d + lane / 16) ^ Layout::swizzle(lane % 16)) * 16));
+      #pragma unroll
+      for (int m = 0; m < kMTiles; m++) {
+        u32 rVisible[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int row = first_row + m * 16 + g + i % 2 * 8, j = first_key + key + 2 * t + i / 2 * 8;
+          const int begin = mask.key_begin(row), end = mask.key_end(row);
+          rVisible[i] = (j >= begin && j < end ? Bits<T>::kOne : 0u) | (j + 1 >= begin && j + 1 < end ? Bits<T>::kOne << 16 : 0u);
+        }
+        #pragma unroll
+        for (int n = 0; n < 2; n++) {
+          mma_m16n8k16<T>(counts[0][m][n], rVisible, class_ones<T, 0>(rV[2 * n]), class_ones<T, 0>(rV[2 * n + 1]));
+          mma_m16n8k16<T>(counts[1][m][n], rVisible, class_ones<T, 1>(rV[2 * n]), class_ones<T, 1>(rV[2 * n + 1]));
+          mma_m16n8k16<T>(counts[2][m][n], rVisible, class_ones<T, 2>(rV[2 * n]), class_ones<T, 2>(rV[2 * n + 1]));
+        }
+      }
+    }
+    #pragma unroll
+    for (int i = 0; i < kMTiles * 8; i++) {
+      const int m = i / 8, n = i / 4 % 2, e = i % 4;
+      float add = counts[1][m][n][e] > 0 ? __int_as_float(0x7f800000) : 0.f;
+      if (counts[2][m][n][e] > 0) add -= __int_as_float(0x7f800000);     // both signs: NaN, as the sum would be
+      if (counts[0][m][n][e] > 0) add = __int_as_float(0x7fffffff);
+      rO[m][d + n][e] += add;
+    }
+  }
+}
