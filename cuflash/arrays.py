@@ -1,0 +1,246 @@
+"""Arrays of any framework in and out: pointer, shape, strides, dtype, device, stream.
+
+A door is the way in and out for one framework. It never imports it: an array of a framework is there only if the caller
+imported it. Arrays on the CPU go to NumPy; JAX and other DLPack arrays on a GPU go through CuPy; CuPy and PyTorch are
+read by their own attributes, since a DLPack exchange costs more than a launch.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+
+class View(NamedTuple):
+    """An array as (batch, seqlen, heads, head_dim); a 3-D one gets a batch axis of 1."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]        # in elements
+    dtype: str
+    device: str                     # "cpu" or "cuda:<index>"
+    ptr: int
+    framework: str                  # "numpy", "cupy", "torch", "jax" or "dlpack"
+    was_3d: bool = False
+    readonly: bool = False
+
+
+def _view(shape, strides, dtype, device, ptr, framework, readonly=False) -> View:
+    was_3d = len(shape) == 3
+    axis = (1,) * was_3d
+    return View((*axis, *shape), (*axis, *strides), dtype, device, ptr, framework, was_3d, readonly)
+
+
+def _from_bytes(strides, itemsize: int) -> tuple[int, ...]:
+    # A view into records can have strides that are no whole number of elements; no kernel can read those.
+    if any(stride % itemsize for stride in strides):
+        raise ValueError(f"strides must be whole elements of {itemsize} bytes; got {tuple(strides)} bytes")
+    return tuple(stride // itemsize for stride in strides)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a cuflash dtype name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+class NumpyDoor:
+    framework = "numpy"
+
+    def on_cpu(self, x) -> bool:
+        return True
+
+    def view(self, x) -> View:
+        return _view(x.shape, _from_bytes(x.strides, x.itemsize), x.dtype.name, "cpu", x.ctypes.data, "numpy",
+                     readonly=not x.flags.writeable)
+
+    def to_numpy(self, x) -> np.ndarray:
+        return x
+
+    def from_numpy(self, x: np.ndarray):
+        return x
+
+
+class CupyDoor:
+    framework = "cupy"
+
+    def on_cpu(self, x) -> bool:
+        return False
+
+    def view(self, x) -> View:
+        return _view(x.shape, _from_bytes(x.strides, x.itemsize), x.dtype.name, f"cuda:{x.device.id}", x.data.ptr, "cupy")
+
+    def key(self, q, k, v, out):
+        """What a prepared launch depends on, and the pointers it takes; (None, ()) if the arrays are not all CuPy's."""
+        if not type(q) is type(k) is type(v) or out is not None and type(out) is not type(q):
+            return None, ()
+        q_data, k_data, v_data = q.data, k.data, v.data
+        pointers = q_data.ptr, k_data.ptr, v_data.ptr
+        key = (q.shape, q.strides, q.dtype, q_data.device_id, k.shape, k.strides, k.dtype, k_data.device_id,
+               v.shape, v.strides, v.dtype, v_data.device_id, (pointers[0] | pointers[1] | pointers[2]) & 15)
+        if out is not None:
+            key += (out.shape, out.strides, out.dtype, out.data.device_id, out.data.ptr & 15)
+        return key, pointers
+
+    def ptr(self, x) -> int:
+        return x.data.ptr
+
+    def empty(self, shape, dtype: str, device_id: int):
+        import cupy
+        return cupy.empty(shape, numpy_dtype(dtype))
+
+    def stream(self, device_id: int) -> int:
+        import cupy
+        return cupy.cuda.get_current_stream().ptr
+
+
+class TorchDoor:
+    framework = "torch"
+
+    def __init__(self):
+        torch = sys.modules["torch"]
+        self._dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+        self._empty, self._grad_enabled = torch.empty, torch.is_grad_enabled
+        self._devices = {}
+        if torch.version.cuda:
+            self.stream = torch._C._cuda_getCurrentRawStream
+
+    def on_cpu(self, x) -> bool:
+        return x.device.type == "cpu"
+
+    def view(self, x) -> View:
+        device = x.device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"tensors must be on the CPU or a CUDA device; got one on {device}")
+        if x.layout is not sys.modules["torch"].strided:
+            raise TypeError(f"tensors must be dense (torch.strided); got layout {x.layout}")
+        name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+        return _view(x.shape, x.stride(), str(x.dtype).removeprefix("torch."), name, x.data_ptr(), "torch")
+
+    def key(self, q, k, v, out):
+        """As CupyDoor.key."""
+        if not type(q) is type(k) is type(v) or out is not None and type(out) is not type(q):
+            return None, ()
+        if self._grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return None, ()
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        key = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+               v.shape, v.stride(), v.dtype, v.device, (pointers[0] | pointers[1] | pointers[2]) & 15)
+        if out is not None:
+            key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
+        return key, pointers
+
+    def refuse_grad(self, **tensors) -> None:
+        wanting = [name for name, x in tensors.items() if getattr(x, "requires_grad", False)]
+        if self._grad_enabled() and wanting:
+            raise NotImplementedError(
+                f"{', '.join(wanting)} require a gradient, which cuflash.attention does not record: call it under "
+                "torch.no_grad() or on x.detach()")
+
+    def ptr(self, x) -> int:
+        return x.data_ptr()
+
+    def empty(self, shape, dtype: str, device_id: int):
+        device = self._devices.get(device_id)
+        if device is None:
+            device = self._devices[device_id] = sys.modules["torch"].device("cuda", device_id)
+        return self._empty(shape, dtype=self._dtypes[dtype], device=device)
+
+    def to_numpy(self, x) -> np.ndarray:
+        x = x.detach()
+        if str(x.dtype) == "torch.bfloat16":        # torch and NumPy share no bfloat16, but its bits
+            return x.view(sys.modules["torch"].int16).numpy().view(numpy_dtype("bfloat16"))
+        return x.numpy()
+
+    def from_numpy(self, x: np.ndarray):
+        torch = sys.modules["torch"]
+        if x.dtype.name == "bfloat16":
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+
+
+class DlpackDoor:
+    """Arrays that are read through DLPack: JAX's, and whatever else has ``__dlpack__``."""
+
+    def __init__(self, framework: str):
+        self.framework = framework
+        self._busy = collections.deque()        # (event, arrays): the owner must not reuse memory that a kernel still reads
+
+    def on_cpu(self, x) -> bool:
+        return x.__dlpack_device__()[0] == 1    # kDLCPU
+
+    def view(self, x) -> View:
+        if self.on_cpu(x):
+            return _shared(NumpyDoor).view(self.to_numpy(x))._replace(framework=self.framework)
+        # For messages about a mix of arrays: memory on a GPU is reached by to_cupy.
+        shape = tuple(getattr(x, "shape", ()))
+        device = f"cuda:{x.__dlpack_device__()[1]}"
+        return _view(shape, (0,) * len(shape), str(getattr(x, "dtype", "unknown")), device, 0, self.framework)
+
+    def to_numpy(self, x) -> np.ndarray:
+        return np.asarray(x) if self.framework == "jax" else np.from_dlpack(x)
+
+    def from_numpy(self, x: np.ndarray):
+        return sys.modules["jax"].numpy.asarray(x) if self.framework == "jax" else x
+
+    def to_cupy(self, x):
+        from .jit import import_cupy
+        kind, index = x.__dlpack_device__()
+        if kind not in (2, 13):                 # kDLCUDA, kDLCUDAManaged
+            raise ValueError(f"arrays must be on the CPU or a CUDA device; got DLPack device type {kind}")
+        cupy = import_cupy()
+        with cupy.cuda.Device(index):
+            return cupy.from_dlpack(x)
+
+    def from_cupy(self, x):
+        return sys.modules["jax"].dlpack.from_dlpack(x) if self.framework == "jax" else x
+
+    def keep_until_done(self, *arrays) -> None:
+        """Hold the arrays until all that is queued on CuPy's current stream has run, without waiting for it."""
+        import cupy
+        busy = self._busy
+        while busy and busy[0][0].done:
+            busy.popleft()
+        stream = cupy.cuda.get_current_stream()
+        if not cupy.cuda.runtime.streamIsCapturing(stream.ptr):
+            busy.append((stream.record(), arrays))
+
+
+_doors: dict[type, object] = {}
+
+
+def door_of(x, name: str = "q"):
+    """The door of an array's framework. Raises TypeError for what is no array."""
+    door = _doors.get(type(x))
+    if door is None:
+        door = _doors[type(x)] = _find_door(x, name)
+    return door
+
+
+def _find_door(x, name: str):
+    if isinstance(x, np.ndarray):
+        return _shared(NumpyDoor)
+    for framework, array_type in (("cupy", "ndarray"), ("torch", "Tensor")):
+        module = sys.modules.get(framework)
+        if module is not None and isinstance(x, getattr(module, array_type)):
+            return _shared(CupyDoor if framework == "cupy" else TorchDoor)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.Array):
+        if isinstance(x, jax.core.Tracer):
+            raise NotImplementedError(f"{name} is traced by JAX: cuflash.attention takes concrete arrays, outside jit, grad and vmap")
+        return _shared(DlpackDoor, "jax")
+    if hasattr(x, "__dlpack__"):
+        return _shared(DlpackDoor, "dlpack")
+    raise TypeError(f"{name} must be a CuPy, PyTorch, JAX or NumPy array, or have __dlpack__; got {type(x).__name__}")
+
+
+def _shared(kind, *args):
+    """One door a framework, whatever the types of its arrays."""
+    for door in _doors.values():
+        if type(door) is kind and door.framework == (args[0] if args else kind.framework):
+            return door
+    return kind(*args)
