@@ -1,0 +1,129 @@
+"""``cuflash warmup``: compile ahead, for GPUs that are here or not."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+from .. import config, jit
+from ..problem import DTYPES
+from . import builds, environment
+from .options import Arch, HeadDim, one_line, size
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (128, 128)},
+    "causal-window": {"window": (128, 0)},
+}
+
+
+@click.command()
+@click.option(
+    "--arch",
+    "archs",
+    multiple=True,
+    type=Arch(),
+    help="GPU to compile for (sm_90), present or not; may be repeated. Those here by default.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the kernels; use it with CUFLASH_CACHE_DIR. The cache by default.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    type=click.Choice(DTYPES),
+    help="May be repeated.",
+    default=("float16", "bfloat16", "float32"),
+    show_default=True,
+)
+@click.option(
+    "--head-dim",
+    "head_dims",
+    multiple=True,
+    type=HeadDim(),
+    default=("64", "96", "128", "256"),
+    show_default=True,
+    help="One head_dim (128), or that of q and k and that of v (192/128); may be repeated.",
+)
+@click.option(
+    "--mask",
+    "masks",
+    multiple=True,
+    type=click.Choice(list(MASKS)),
+    default=("full", "causal"),
+    show_default=True,
+    help="May be repeated.",
+)
+@click.option("--softcap", is_flag=True, help="Also the variants with a softcap.")
+@click.option(
+    "--jobs", type=click.IntRange(1), help="Compiles at a time; as many as there are cores by default."
+)
+def warmup(archs, output, dtypes, head_dims, masks, softcap, jobs):
+    """Compile the usual kernels ahead; no GPU is needed.
+
+    All combinations of the options are compiled, for arrays whose rows start at multiples of 16 bytes, each
+    for the tier that a call would take. Copy the folder of --output into an image and set CUFLASH_CACHE_DIR
+    to it: a first call then compiles nothing, if NVRTC and cuflash are of the same version there.
+    """
+    start = time.perf_counter()
+    variants = []
+    for device in _devices(archs):
+        arch = environment.arch_for(device)
+        for dtype, dims, mask, cap in itertools.product(
+            dtypes, head_dims, masks, (0.0, 30.0) if softcap else (0.0,)
+        ):
+            variants.append(_variant(device, arch, dtype, *dims, softcap=cap, **MASKS[mask]))
+    folder = _writable(output or jit.cache_dir())
+    try:
+        built = builds.build_all(variants, cache_dir=folder, jobs=jobs)
+    except jit.NvrtcMissing as error:
+        raise click.ClickException(one_line(error)) from None
+    for result in built.values():
+        if isinstance(result, RuntimeError):
+            raise click.ClickException(one_line(result))
+        if result.path is None:
+            raise click.ClickException(f"{folder} could not take all kernels")
+    fresh = sum(not result.from_cache for result in built.values())
+    num_bytes = sum(len(result.cubin) for result in built.values())
+    click.echo(
+        f"{len(built)} kernels in {folder}: {fresh} compiled, {len(built) - fresh} already there; "
+        f"{time.perf_counter() - start:.1f} s, {size(num_bytes)}"
+    )
+
+
+def _devices(archs) -> list[config.Device]:
+    if archs:
+        return [config.DEVICES[arch] for arch in dict.fromkeys(archs)]
+    found = environment.find_gpus()
+    if not found.count:
+        raise click.UsageError(f"name GPUs with --arch, as in --arch sm_90; none is here: {found.reason}")
+    return list(dict.fromkeys(environment.device_of(gpu) for gpu in range(found.count)))
+
+
+def _variant(
+    device: config.Device, arch: str, dtype: str, head_dim: int, head_dim_v: int, **options
+) -> builds.Variant:
+    try:
+        problem = builds.packed_problem(
+            dtype, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim, head_dim_v=head_dim_v, **options
+        )
+        return builds.variant_of(config.choose(problem, device, config.forced_tier()), arch)
+    except (ValueError, NotImplementedError) as error:
+        raise click.ClickException(one_line(error)) from None
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise click.ClickException(f"{folder} cannot be written: {error.strerror}") from None
+    return folder
