@@ -1,0 +1,337 @@
+"""What a call costs on the host, and what the first calls of a process cost.
+
+    python -m bench.overhead --json bench/results/overhead_h200.json
+
+Repeated calls: the host's clock around single calls on a tiny problem, so that the GPU is never behind; the
+median of thousands. First calls: new processes, once with an empty folder of compiled kernels and once with a
+full one; what the import of CuPy and the CUDA context take is not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+
+import cuflash
+
+from . import peers, record
+from .cases import Case, make_arrays
+from .run import DeviceType, device_or_fail
+from .timing import shared_stream
+
+# What is asked of cuflash: microseconds of a repeated call, seconds of a first use, milliseconds from a full
+# folder.
+TARGET_CALL_US, TARGET_FIRST_S, TARGET_WARM_MS = 25.0, 5.0, 50.0
+
+TINY = Case("overhead", "bfloat16", 1, 64, 64, 8, 8, 64, 64)
+
+
+def host_time(call, calls: int, synchronise) -> dict:
+    """Microseconds of host time a call; the queue is emptied every 100 calls, so that it never fills."""
+    for _ in range(200):
+        call()
+    synchronise()
+    clock, nanoseconds = time.perf_counter_ns, []
+    for number in range(calls):
+        start = clock()
+        call()
+        nanoseconds.append(clock() - start)
+        if number % 100 == 99:
+            synchronise()
+    nanoseconds.sort()
+    return {
+        "median_us": round(statistics.median(nanoseconds) / 1000, 2),
+        "min_us": round(nanoseconds[0] / 1000, 2),
+        "p10_us": round(nanoseconds[len(nanoseconds) // 10] / 1000, 2),
+        "p90_us": round(nanoseconds[len(nanoseconds) * 9 // 10] / 1000, 2),
+        "calls": calls,
+    }
+
+
+def subjects(torch) -> dict:
+    """Name -> function that returns the callable. ``torch`` is the module or None."""
+    attention = cuflash.attention
+    import cupy
+
+    def with_options(framework, **options):
+        arrays = make_arrays(TINY, framework)
+        return lambda: attention(arrays.q, arrays.k, arrays.v, **options)
+
+    def into_out(framework):
+        arrays = make_arrays(TINY, framework)
+        out = make_arrays(TINY, framework).q
+        return lambda: attention(arrays.q, arrays.k, arrays.v, out=out)
+
+    def numpy_call():
+        arrays = make_arrays(TINY, "numpy")
+        return lambda: attention(arrays.q, arrays.k, arrays.v)
+
+    def raw_kernel():
+        kernel = cupy.RawKernel('extern "C" __global__ void nothing(float* x) {}', "nothing")
+        arguments = (cupy.empty(1, cupy.float32),)
+        return lambda: kernel((1,), (32,), arguments)
+
+    def cupy_empty():
+        shape = TINY.shapes[0]
+        return lambda: cupy.empty(shape, cupy.float16)
+
+    found = {}
+    for framework in ("cupy", "torch") if torch else ("cupy",):
+        found |= {
+            f"attention, {framework}": lambda f=framework: with_options(f),
+            f"attention, {framework}, causal": lambda f=framework: with_options(f, causal=True),
+            f"attention, {framework}, return_lse": lambda f=framework: with_options(f, return_lse=True),
+            f"attention, {framework}, out=": lambda f=framework: into_out(f),
+            f"attention, {framework}, window": lambda f=framework: with_options(f, window=(32, 0)),
+        }
+    found |= {
+        "RawKernel launch": raw_kernel,
+        "cupy.empty": cupy_empty,
+        "attention, numpy (computes)": numpy_call,
+    }
+    if torch is None:
+        return found
+
+    def sdpa():
+        arrays = make_arrays(TINY, "torch")
+        q, k, v = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v))
+        function = torch.nn.functional.scaled_dot_product_attention
+        return lambda: function(q, k, v)
+
+    def torch_empty():
+        q = make_arrays(TINY, "torch").q
+        shape, dtype, device = q.shape, q.dtype, q.device
+        return lambda: torch.empty(shape, dtype=dtype, device=device)
+
+    def fa3():
+        arrays = make_arrays(TINY, "torch")
+        return peers.make("fa3", TINY, arrays)
+
+    return found | {"torch SDPA flash": sdpa, "torch.empty": torch_empty, "FA3, torch": fa3}
+
+
+def repeated_calls(device_id: int, calls: int, say) -> dict:
+    """Host times of all subjects. One that fails has its reason."""
+    torch = _torch()
+    results = {}
+    with shared_stream(device_id, torch) as stream:
+        for name, prepare in subjects(torch).items():
+            try:
+                call = prepare()
+                if (
+                    name == "torch SDPA flash"
+                ):  # the backend is chosen outside: choosing it takes longer than the call
+                    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+                    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                        results[name] = host_time(call, calls, stream.synchronize)
+                else:
+                    few = calls if "numpy" not in name else min(calls, 300)
+                    results[name] = host_time(call, few, stream.synchronize)
+            except peers.Unavailable as error:
+                results[name] = {"unavailable": str(error)}
+            except Exception as error:
+                results[name] = {"failed": peers.one_line(error)}
+            say(_line(name, results[name]))
+    return results
+
+
+def _torch():
+    try:
+        import torch
+
+        return torch if torch.cuda.is_available() else None
+    except Exception:
+        return None
+
+
+def _line(name: str, result: dict) -> str:
+    if "median_us" not in result:
+        return f"{name:36} {result.get('unavailable') or 'FAILED: ' + result['failed']}"
+    verdict = ""
+    if name.startswith("attention") and "numpy" not in name:
+        ok = result["median_us"] <= TARGET_CALL_US
+        verdict = f"   {'ok' if ok else 'OVER'}: at most {TARGET_CALL_US:.0f} asked"
+    return (
+        f"{name:36} {result['median_us']:8.2f} us   (10% {result['p10_us']:.2f}, 90% {result['p90_us']:.2f})"
+        f"{verdict}"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# First calls
+
+# dtype, head_dim, causal: tensor cores at the head_dims of the suites, and plain FMA.
+VARIANTS = (
+    ("bfloat16", 64, False),
+    ("bfloat16", 128, True),
+    ("bfloat16", 256, False),
+    ("float32", 128, True),
+    ("float64", 64, False),
+)
+
+# Runs in a process of its own. Imports, context and the copy of the inputs come first and are timed apart.
+_CHILD = """
+import json, sys, time
+clock = time.perf_counter
+start = clock()
+import numpy, cupy, ml_dtypes
+report = {"import_cupy_s": clock() - start}
+start = clock()
+import cuflash
+from cuflash import jit
+report["import_cuflash_s"] = clock() - start
+device_id, variants = json.loads(sys.argv[1])
+cupy.cuda.Device(device_id).use()
+start = clock()
+cupy.empty(1, numpy.uint8)
+cupy.cuda.runtime.deviceSynchronize()
+report["context_s"] = clock() - start
+
+spent = {}
+def timed(name):
+    inner = getattr(jit, name)
+    def outer(*arguments, **options):
+        start = clock()
+        try:
+            return inner(*arguments, **options)
+        finally:
+            spent[name] = spent.get(name, 0.0) + clock() - start
+    setattr(jit, name, outer)
+for name in ("nvrtc_version", "build", "load"):
+    timed(name)
+
+def call(dtype, head_dim, causal, seqlen):
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    rng = numpy.random.default_rng(seqlen)
+    def normal():
+        return rng.standard_normal((1, seqlen, 8, head_dim), numpy.float32).astype(kind)
+    q, k, v = (cupy.asarray(normal()) for _ in range(3))
+    stream = cupy.cuda.get_current_stream()
+    stream.synchronize()
+    spent.clear()
+    compiled = jit.compile_count()
+    start = clock()
+    out = cuflash.attention(q, k, v, causal=causal)
+    host = clock() - start
+    stream.synchronize()
+    whole = clock() - start
+    return {"call_s": whole, "host_s": host, "compiles": jit.compile_count() - compiled,
+            **{name + "_s": seconds for name, seconds in spent.items()}}
+
+report["variants"] = []
+for dtype, head_dim, causal in variants:
+    entry = {"dtype": dtype, "head_dim": head_dim, "causal": causal}
+    try:
+        entry["first"] = call(dtype, head_dim, causal, 64)
+        entry["again"] = call(dtype, head_dim, causal, 64)
+        entry["new_shape"] = call(dtype, head_dim, causal, 96)
+    except Exception as error:
+        entry["failed"] = " ".join(str(error).split())[:300]
+    report["variants"].append(entry)
+print("REPORT " + json.dumps(report))
+"""
+
+
+def child(folder: str, device_id: int, variants, timeout: float = 240) -> dict:
+    """The report of a new process whose compiled kernels are in ``folder``; else {"failed": why}."""
+    root = str(Path(cuflash.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, json.dumps([device_id, list(variants)])],
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+            env={**os.environ, "PYTHONPATH": path, "CUFLASH_CACHE_DIR": folder},
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end after {timeout:.0f} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("REPORT "):
+            return json.loads(line.removeprefix("REPORT "))
+    return {"failed": peers.one_line(done.stderr[-600:] or f"exit status {done.returncode}", 600)}
+
+
+def first_calls(device_id: int, say, variants=VARIANTS) -> dict:
+    """Reports of three processes: nothing compiled, all compiled, and all compiled once more."""
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="cuflash-overhead-") as folder:
+        for name in ("empty folder", "full folder", "full folder again"):
+            results[name] = report = child(folder, device_id, variants)
+            if "failed" in report:
+                say(f"{name}: FAILED: {report['failed']}")
+                continue
+            say(
+                f"{name}: import CuPy {report['import_cupy_s']:.2f} s, import cuflash "
+                f"{report['import_cuflash_s'] * 1000:.1f} ms, CUDA context {report['context_s']:.2f} s; then"
+            )
+            for entry in report["variants"]:
+                say("  " + _first_line(entry))
+    return results
+
+
+def _first_line(entry: dict) -> str:
+    name = f"{entry['dtype']} d{entry['head_dim']} {'causal' if entry['causal'] else 'full'}"
+    if "failed" in entry:
+        return f"{name:24} FAILED: {entry['failed']}"
+    first = entry["first"]
+    seconds, compiled = first["call_s"], first["compiles"] > 0
+    ok = seconds <= TARGET_FIRST_S if compiled else seconds * 1000 <= TARGET_WARM_MS
+    asked = f"{TARGET_FIRST_S:.0f} s" if compiled else f"{TARGET_WARM_MS:.0f} ms"
+    parts = ", ".join(
+        f"{part} {first.get(key, 0) * 1000:.1f}"
+        for part, key in (("NVRTC library", "nvrtc_version_s"), ("build", "build_s"), ("load", "load_s"))
+    )
+    new_shape, again = (entry[call]["host_s"] * 1e6 for call in ("new_shape", "again"))
+    return (
+        f"{name:24} first call {seconds * 1000:8.1f} ms ({parts}; {first['compiles']} compiled)   "
+        f"{'ok' if ok else 'OVER'}: at most {asked} asked; new shape {new_shape:.0f} us, again {again:.0f} us"
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--calls", type=click.IntRange(100), default=2000, show_default=True, help="Timed calls of each kind."
+)
+@click.option(
+    "--only", type=click.Choice(["calls", "first"]), help="Only repeated calls, or only first calls."
+)
+@click.option("--device", type=DeviceType(), default="0", show_default=True, help="Index of a GPU.")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
+def main(calls, only, device, path):
+    """Measure the host's cost of a call, and of first calls."""
+    device_id = device_or_fail(device)
+    if device_id is None:
+        raise click.UsageError("--device must be a GPU: nothing is launched on a CPU")
+    result = {
+        "kind": "overhead",
+        "environment": record.environment(device_id),
+        "problem": TINY.name,
+        "targets": {
+            "call_us": TARGET_CALL_US,
+            "first_use_s": TARGET_FIRST_S,
+            "full_folder_ms": TARGET_WARM_MS,
+        },
+    }
+    click.echo(record.headline(result["environment"]))
+    if only != "first":
+        result["calls"] = repeated_calls(device_id, calls, click.echo)
+    if only != "calls":
+        result["first_calls"] = first_calls(device_id, click.echo)
+    result["environment"] = record.environment(device_id)  # now with torch's cuDNN
+    if path:
+        record.write(path, result)
+        click.echo(f"record: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,556 @@
+"""Run a suite: every contender on every case, checked, then timed in turns; a table, and a JSON record.
+
+For example ``python -m bench.run --suite forward --peers sdpa_flash,fa3 --json bench/results/forward.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+import cuflash
+from cuflash import config, jit, launch, problem
+from cuflash.arrays import View
+
+from . import cases as cases_module
+from . import peers, record
+from .cases import TOLERANCE, Arrays, Case, Truth, largest_difference, make_arrays
+from .timing import CudaTimer, Timing, WallTimer, captured, measure, shared_stream
+
+CALLS_A_GRAPH = 20
+
+
+class Bench:
+    """A device, contenders and how long to measure; ``run`` takes cases and gives their record."""
+
+    def __init__(
+        self,
+        names,
+        *,
+        device_id: int | None,
+        framework: str | None = None,
+        quick: bool = False,
+        min_seconds: float = 0.06,
+        flush: bool = True,
+        limit_seconds: float | None = None,
+        timer=None,
+        say=click.echo,
+    ):
+        self.names = list(dict.fromkeys(names))
+        self.main = self.names[0]
+        self.device_id, self.framework, self.quick = device_id, framework, quick
+        self.min_seconds, self.flush, self.limit_seconds = min_seconds, flush, limit_seconds
+        self.timer, self.say = timer, say
+        self.told: set[tuple[str, str]] = set()
+
+    def run(self, cases: list[Case], *, suite: str, path: str | None = None) -> dict:
+        """Measure the cases. With ``path`` the record is written after each of them, so that none is lost."""
+        started = time.monotonic()
+        torch, compilers = None, []
+        if self.device_id is None:
+            self.framework = "numpy"
+        else:
+            compilers = compile_ahead(cases, self.names, self.device_id)
+            torch = self._torch()  # seconds, while the kernels compile
+            wait_for(compilers)
+        environment = record.environment(self.device_id)
+        result = {
+            "kind": "bench",
+            "suite": suite,
+            "environment": environment,
+            "arrays": self.framework,
+            "contenders": self.names,
+            "settings": {"quick": self.quick, "min_seconds": self.min_seconds, "flush": self.flush},
+            "complete": False,
+            "cases": [],
+        }
+        self.say(record.headline(environment))
+        if torch is not None:
+            self.say(f"torch {torch.__version__}, cuDNN {environment['cudnn']}")
+        self.say(
+            f"TFLOP/s on {self.framework} arrays; in brackets the speed of {self.main} over that of a peer"
+        )
+        names = []
+        for name in self.names:
+            reason = peers.missing(name)
+            if reason is None:
+                names.append(name)
+            else:
+                self._tell(name, reason)
+                result.setdefault("left_out", {})[name] = reason
+        self.say("".join([f"{'':42}", *(f"{name:>20}" for name in names)]))
+        if self.device_id is None:
+            self._run(cases, names, result, path, started)
+        else:
+            with shared_stream(self.device_id, torch):
+                self._run(cases, names, result, path, started)
+        result["seconds"] = round(time.monotonic() - started, 1)
+        self._summary(result)
+        if path:
+            record.write(path, result)
+            self.say(f"record: {path}")
+        return result
+
+    def _torch(self):
+        if self.framework is None:
+            wanted = [
+                name for name in self.names if peers.needs_torch([name]) and peers.missing(name) is None
+            ]
+            self.framework = "torch" if wanted else "cupy"
+        if self.framework == "cupy":
+            return None
+        try:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise RuntimeError("torch sees no GPU")
+            return torch
+        except Exception as error:
+            self._tell("torch", peers.one_line(error))
+            self.framework = "cupy"
+            return None
+
+    def _run(self, cases, names, result, path, started):
+        for case in cases:
+            if self.limit_seconds is not None and time.monotonic() - started > self.limit_seconds:
+                left = len(cases) - len(result["cases"])
+                self.say(f"stopped after {self.limit_seconds:.0f} s: {left} cases are left")
+                return
+            one = self._case(case, names, result["environment"])
+            result["cases"].append(one)
+            self.say(self._row(case, names, one))
+            for name, contender in one["results"].items():
+                if "median_s" not in contender:
+                    self._tell(name, contender.get("unavailable") or f"FAILED: {contender['failed']}")
+            if path:
+                record.write(path, result)
+            if one.get("aborted"):
+                self.say("the CUDA context is lost: nothing more can be measured in this process")
+                return
+        result["complete"] = True
+
+    def _case(self, case: Case, names, environment) -> dict:
+        one = {
+            "name": case.name,
+            "dtype": case.dtype,
+            "shapes": case.shapes,
+            "options": case.options,
+            "flops": case.flops,
+            "bytes": case.bytes,
+            "results": {},
+        }
+        timer = self.timer or (
+            WallTimer()
+            if self.device_id is None
+            else CudaTimer(
+                cold=self.flush and not case.graph,
+                monitor=record.monitor(self.device_id),
+                calls_a_run=CALLS_A_GRAPH if case.graph else 1,
+            )
+        )
+        try:
+            arrays = make_arrays(case, self.framework)
+            truth = Truth(case, arrays)
+        except Exception as error:
+            one["results"] = {name: {"failed": f"no data: {peers.one_line(error)}"} for name in names}
+            one["aborted"] = not timer.alive()
+            return one
+        calls, reference = {}, None
+        for name in names:
+            entry = one["results"][name] = {}
+            try:
+                call = peers.make(name, case, arrays)
+                reference = self._check(name, call, case, arrays, truth, reference, entry)
+                if "failed" not in entry:
+                    entry["mode"], calls[name] = self._timed_as(call, case)
+            except peers.Unavailable as error:
+                entry["unavailable"] = str(error)
+            except Exception as error:
+                entry["failed"] = peers.one_line(error)
+                if not timer.alive():
+                    one["aborted"] = True
+                    for earlier in calls:
+                        one["results"][earlier]["failed"] = f"not timed: {name} has lost the CUDA context"
+                    return one
+        del reference
+        settings = (
+            {"min_runs": 5, "min_seconds": self.min_seconds / 4, "rounds": 1}
+            if self.quick
+            else {"min_seconds": self.min_seconds}
+        )
+        for name, timing in measure(calls, timer, **settings).items():
+            entry = one["results"][name]
+            if isinstance(timing, Timing):
+                entry |= timing.record() | self._rates(case, timing, environment)
+                if peers.is_cuflash(name):
+                    entry["config"] = self._config(case, name)
+            else:
+                entry["failed"] = peers.one_line(timing)
+                one["aborted"] = one.get("aborted", False) or not timer.alive()
+        self._compare(one)
+        self._release()
+        return one
+
+    def _check(self, name, call, case, arrays, truth, reference, entry):
+        """One call, its output against the truth and against cuflash's. Returns the output that is now the
+        reference.
+        """
+        _poison(case, arrays)
+        out = call()
+        entry["max_error"] = float(f"{truth.error(out):.3g}")
+        if not entry["max_error"] <= TOLERANCE[case.dtype]:
+            entry["failed"] = f"wrong result: off by {entry['max_error']} from float64"
+            return reference
+        if reference is None:
+            return out if peers.is_cuflash(name) else None
+        entry["max_difference"] = float(f"{largest_difference(out, reference):.3g}")
+        if not entry["max_difference"] <= 2 * TOLERANCE[case.dtype]:
+            entry["failed"] = f"wrong result: off by {entry['max_difference']} from {self.main}"
+        return reference
+
+    def _timed_as(self, call, case: Case):
+        """(what is timed, the callable for it)."""
+        if self.device_id is None or self.timer is not None:
+            return "calls", call
+        if not case.graph:
+            return ("calls, L2 flushed" if self.flush else "calls, L2 warm"), call
+        try:
+            graph = captured(call, self.framework, CALLS_A_GRAPH)
+            graph()
+            return f"graph of {CALLS_A_GRAPH} calls, L2 warm", graph
+        except Exception as error:
+
+            def repeated():
+                for _ in range(CALLS_A_GRAPH):
+                    call()
+
+            call()  # raises if it was not only the capture that failed
+            return f"{CALLS_A_GRAPH} calls in a row, L2 warm; no graph: {peers.one_line(error)}", repeated
+
+    def _rates(self, case: Case, timing: Timing, environment) -> dict:
+        tflops = case.flops / timing.median * 1e-12
+        limit = record.limit_of(environment, case.dtype)
+        return {
+            "tflops": float(f"{tflops:.5g}"),
+            "gb_per_s": float(f"{case.bytes / timing.median * 1e-9:.4g}"),
+            "share_of_limit": limit and round(tflops / limit, 4),
+            "limit_tflops": limit and round(limit, 1),
+        }
+
+    def _config(self, case: Case, name: str) -> dict | None:
+        """The kernel that cuflash chose, for the record."""
+        if self.device_id is None:
+            return None
+        try:
+            chosen = config_of(case, _tier(name), self.device_id)
+            built = jit.build(chosen.kernel, launch.kernel_constants(chosen), _arch(self.device_id))
+            return {
+                "kernel": chosen.kernel,
+                "block_m": chosen.block_m,
+                "block_n": chosen.block_n,
+                "threads": chosen.threads,
+                "smem_bytes": chosen.smem_bytes,
+                "registers": built.registers,
+                "spill_bytes": built.spill_bytes,
+            }
+        except Exception as error:
+            return {"unknown": peers.one_line(error)}
+
+    def _compare(self, one: dict) -> None:
+        medians = {
+            name: entry["round_medians_s"] for name, entry in one["results"].items() if "median_s" in entry
+        }
+        if self.main not in medians:
+            return
+        mine = one["results"][self.main]["median_s"]
+        one["speed_over"] = {}
+        for name, rounds in medians.items():
+            if name == self.main:
+                continue
+            by_round = sorted(theirs / ours for theirs, ours in zip(rounds, medians[self.main], strict=False))
+            one["speed_over"][name] = {
+                "ratio": round(one["results"][name]["median_s"] / mine, 4),
+                "lowest_round": round(by_round[0], 4),
+                "highest_round": round(by_round[-1], 4),
+            }
+        rivals = {name: one["results"][name]["median_s"] for name in medians if not peers.is_cuflash(name)}
+        if rivals:
+            one["best_peer"] = best = min(rivals, key=rivals.get)
+            one["speed_over_best_peer"] = one["speed_over"][best]["ratio"]
+
+    def _release(self) -> None:
+        """Score matrices of one case must not be in the way of the next."""
+        if self.device_id is not None:
+            jit.import_cupy().get_default_memory_pool().free_all_blocks()
+            if self.framework == "torch":
+                sys.modules["torch"].cuda.empty_cache()
+
+    def _row(self, case: Case, names, one) -> str:
+        cells = [f"{case.name:42}"]
+        for name in names:
+            entry = one["results"].get(name, {})
+            if "median_s" not in entry:
+                cells.append(f"{'-' if 'unavailable' in entry else 'FAILED':>20}")
+                continue
+            text = _figures(entry["tflops"])
+            if name == self.main:
+                spread = (entry["p90_s"] - entry["p10_s"]) / 2 / entry["median_s"]
+                text += f" ±{spread:.1%}"
+            elif "speed_over" in one:
+                text += f" ({one['speed_over'][name]['ratio']:.2f}x)"
+            cells.append(f"{text:>20}")
+        return "".join(cells)
+
+    def _tell(self, name: str, reason: str) -> None:
+        """Each reason once: most hold for many cases."""
+        if (name, reason) not in self.told:
+            self.told.add((name, reason))
+            self.say(f"  {name}: {reason}")
+
+    def _summary(self, result: dict) -> None:
+        for name in self.names:
+            ratios = [
+                one["speed_over"][name]["ratio"]
+                for one in result["cases"]
+                if name in one.get("speed_over", {})
+            ]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                self.say(
+                    f"{self.main} over {name}: {mean:.2f}x in the mean, {min(ratios):.2f}x to "
+                    f"{max(ratios):.2f}x, {len(ratios)} cases"
+                )
+
+
+def _figures(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.1f}"
+
+
+def _tier(name: str) -> str | None:
+    return name.partition("/")[2] or None
+
+
+def _poison(case: Case, arrays: Arrays) -> None:
+    """Fill what the next output is likely to be allocated in with NaN: a peer's correct result may still
+    stand there.
+    """
+    shape = (case.batch, case.seqlen_q, case.heads_q, case.head_dim_v)
+    if arrays.framework == "torch":
+        torch = sys.modules["torch"]
+        torch.full(shape, math.nan, dtype=arrays.q.dtype, device=arrays.q.device)
+    elif arrays.framework == "cupy":
+        poison = jit.import_cupy().empty(shape, arrays.q.dtype)
+        poison.data.memset_async(0xFF, poison.nbytes)  # NaN in every format
+
+
+def config_of(case: Case, tier: str | None, device_id: int) -> config.Config:
+    """What cuflash chooses for a case; ``tier`` None: as CUFLASH_TIER says. Raises NotImplementedError if it
+    refuses.
+    """
+    views = [
+        View(shape, launch.contiguous_strides(shape), case.dtype, f"cuda:{device_id}", 256, "cupy")
+        for shape in case.shapes
+    ]
+    return config.choose(
+        problem.check_attention(*views, **case.options),
+        launch.device_of(device_id),
+        tier or config.forced_tier(),
+    )
+
+
+def _arch(device_id: int) -> str:
+    return jit.arch_for(launch.device_of(device_id).compute_capability)
+
+
+_COMPILE = """
+import json, sys
+from cuflash import jit
+for kernel, constants, arch in json.loads(sys.argv[1]):
+    try:
+        jit.build(kernel, [tuple(pair) for pair in constants], arch)
+    except Exception:
+        pass        # the call that needs it says why
+"""
+
+
+def compile_ahead(cases, names, device_id: int, jobs: int | None = None) -> list[subprocess.Popen]:
+    """Start processes that compile all variants into the disk cache: NVRTC compiles one at a time in a
+    process.
+    """
+    variants = {}
+    for case in cases:
+        for name in filter(peers.is_cuflash, names):
+            try:
+                chosen = config_of(case, _tier(name), device_id)
+                constants = tuple(launch.kernel_constants(chosen).items())
+                variants[chosen.kernel, constants] = [chosen.kernel, constants, _arch(device_id)]
+            except Exception:
+                continue  # reported where it is called
+    jobs = min(jobs or os.cpu_count() or 1, 8, len(variants))
+    if jobs < 2:
+        return []
+    root = str(Path(cuflash.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    work = list(variants.values())
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", _COMPILE, json.dumps(work[first::jobs])],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for first in range(jobs)
+    ]
+
+
+def wait_for(processes: list[subprocess.Popen], seconds: float = 240) -> None:
+    """Until they end or time is up: what they have not compiled is compiled when it is called."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+class DeviceType(click.ParamType):
+    """The index of a GPU, or "cpu"."""
+
+    name = "device"
+
+    def convert(self, value, param, ctx):
+        if value is None or isinstance(value, int):
+            return value
+        if value == "cpu":
+            return value
+        if value.isdecimal():
+            return int(value)
+        self.fail(f"{value!r} is neither the index of a GPU nor cpu", param, ctx)
+
+
+def device_or_fail(device) -> int | None:
+    """The index of a GPU that is there; None for "cpu". Raises click.ClickException for one that is not."""
+    if device == "cpu":
+        return None
+    try:
+        jit.check_driver()
+        count = jit.import_cupy().cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise click.ClickException(
+            f"no GPU can be used: {peers.one_line(error, 400)}; --device cpu measures NumPy"
+        ) from None
+    if device >= count:
+        raise click.ClickException(f"there is no GPU {device}: {count} found")
+    return device
+
+
+def parse_names(text: str | None, default=()) -> list[str]:
+    """Contenders from "a,b"; "none" and "all" are words for the obvious."""
+    if text is None:
+        return list(default)
+    if text == "all":
+        return [name for name in peers.CONTENDERS if not peers.is_cuflash(name)]
+    names = [name.strip() for name in text.split(",") if name.strip() and name.strip() != "none"]
+    for name in names:
+        if name not in peers.CONTENDERS:
+            raise click.BadParameter(
+                f"{name!r} is not one of {', '.join(peers.CONTENDERS)}", param_hint="--peers"
+            )
+    return names
+
+
+def main_name(tier: str | None) -> str:
+    return f"cuflash/{tier}" if tier else "cuflash"
+
+
+def exit_status(result: dict, main: str) -> int:
+    """1 if cuflash itself failed or the run broke off: a peer that fails is the peer's matter."""
+    failed = any("median_s" not in one["results"].get(main, {}) for one in result["cases"])
+    return int(failed or not result["cases"] or any(one.get("aborted") for one in result["cases"]))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--suite", type=click.Choice(cases_module.SUITES), default="forward", show_default=True)
+@click.option(
+    "--head-dim",
+    "head_dims",
+    type=click.IntRange(1, problem.MAX_HEAD_DIM),
+    multiple=True,
+    help="Repeat for several.",
+)
+@click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Repeat for several.")
+@click.option("--causal/--full", default=None, help="Only with, or only without a causal mask.")
+@click.option("--dtype", type=click.Choice(problem.DTYPES), help="Instead of the suite's own.")
+@click.option("--tier", type=click.Choice(config.TIERS), help="Force a tier of cuflash.")
+@click.option(
+    "--peers",
+    "peer_names",
+    metavar="NAMES",
+    help=f"Comma-separated, none or all: {', '.join(peers.CONTENDERS)}.",
+)
+@click.option("--device", type=DeviceType(), default="0", show_default=True, help="Index of a GPU, or cpu.")
+@click.option(
+    "--arrays", "framework", type=click.Choice(["torch", "cupy"]), help="Default: torch if a peer needs it."
+)
+@click.option("--quick", is_flag=True, help="Fewer runs, one round.")
+@click.option(
+    "--min-ms",
+    type=click.FloatRange(0.1),
+    default=60.0,
+    show_default=True,
+    help="Of runs for each contender and case.",
+)
+@click.option(
+    "--flush/--no-flush", default=True, show_default=True, help="Write four times the L2 before each run."
+)
+@click.option("--limit", type=click.FloatRange(1), help="Start no case after so many seconds.")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
+def main(
+    suite,
+    head_dims,
+    seqlens,
+    causal,
+    dtype,
+    tier,
+    peer_names,
+    device,
+    framework,
+    quick,
+    min_ms,
+    flush,
+    limit,
+    path,
+):
+    """Measure a suite of attention forwards beside the peers that are installed."""
+    try:
+        cases = cases_module.suite(suite, dtype=dtype, head_dims=head_dims, seqlens=seqlens, causal=causal)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    names = [main_name(tier), *parse_names(peer_names, peers.USUAL[suite])]
+    bench = Bench(
+        names,
+        device_id=device_or_fail(device),
+        framework=framework,
+        quick=quick,
+        min_seconds=min_ms / 1000,
+        flush=flush,
+        limit_seconds=limit,
+    )
+    result = bench.run(cases, suite=suite, path=path)
+    raise SystemExit(exit_status(result, bench.main))
+
+
+if __name__ == "__main__":
+    main()
