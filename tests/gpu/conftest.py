@@ -1,0 +1,23 @@
+"""Backends for the tests of attention. A test without the mark `gpu` runs on the CPU path, wherever it is."""
+
+import os
+
+import pytest
+
+# Set before JAX is imported: several processes share one GPU, and each would take most of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+pytest.register_assert_rewrite("support")
+
+from support import backend_named  # noqa: E402
+
+
+def pytest_configure(config):
+    # pytest-xdist's own, which need not be installed.
+    config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist should run")
+
+
+@pytest.fixture(scope="session")
+def backend(request):
+    """The CPU path or a forced tier, by name."""
+    return backend_named(request.param)

@@ -1,0 +1,367 @@
+"""What tests of attention share: backends, arrays in awkward memory, inputs, and the judge.
+
+A test is written once; it runs on the CPU path, which needs no GPU, and on every tier of a GPU. Arrays are
+laid out on the host, bytes, strides and all, and copied to the device as they are. Whatever lies around an
+array is NaN in every dtype (bytes of 0xff), inputs and results alike: what a kernel reads there shows in its
+result, what it writes there is found afterwards.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+from dataclasses import dataclass
+
+# Matrices are small and processes many: BLAS threads that wait for each other cost ten times what they save.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+import cuflash  # noqa: E402
+from cuflash import config, jit, oracle  # noqa: E402
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+TAKES = {"cpu": tuple(DTYPES), "simt": tuple(DTYPES), "sm80": ("float16", "bfloat16")}
+POISON = 0xFF  # in every byte: NaN as float16, bfloat16, float32 and float64
+BAND = 1024  # bytes of poison on both sides of an array; keeps its alignment
+
+# Sizes around the tiles of 16, 32, 64 and 128 rows or keys.
+EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193)
+
+
+def on(*backends, dtypes=tuple(DTYPES)):
+    """Parameters `backend, dtype` for each backend named (all by default) and dtype that it takes."""
+    return pytest.mark.parametrize(
+        "backend, dtype",
+        [
+            pytest.param(name, dtype, id=f"{name}-{dtype}", marks=() if name == "cpu" else pytest.mark.gpu)
+            for name in backends or TAKES
+            for dtype in dtypes
+            if dtype in TAKES[name]
+        ],
+        indirect=["backend"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Backends
+
+
+class Cpu:
+    """NumPy arrays and the CPU path."""
+
+    name, tier = "cpu", None
+    exact = False  # BLAS may sum in another order for other strides
+
+    def upload(self, data: np.ndarray):
+        memory = self.empty(data.size)
+        memory[:] = data
+        return memory
+
+    def empty(self, size: int):
+        """Bytes that start where 256 divides the address."""
+        raw = np.empty(size + 256, np.uint8)
+        start = -raw.ctypes.data % 256
+        return raw[start : start + size]
+
+    def array(self, memory, dtype, shape, strides, offset=0):
+        """An array over `memory`; strides and offset in bytes."""
+        return np.ndarray(shape, dtype, memory, offset, strides)
+
+    def fetch(self, memory, size: int) -> np.ndarray:
+        return memory[:size].copy()
+
+    def download(self, x) -> np.ndarray:
+        return np.array(x)
+
+    def wash(self) -> None:
+        pass
+
+    def attention(self, q, k, v, **options):
+        return cuflash.attention(q, k, v, **options)
+
+
+class Gpu:
+    """CuPy arrays and one tier, forced. What `attention` allocates is full of NaN, and guarded."""
+
+    exact = True
+
+    def __init__(self, tier: str):
+        self.name = self.tier = tier
+
+    def upload(self, data: np.ndarray):
+        import cupy
+
+        memory = self.empty(data.size)
+        memory.copy_from_host(data.ctypes.data, data.size)
+        cupy.cuda.Stream.null.synchronize()  # other streams do not wait for the copy
+        return memory
+
+    def empty(self, size: int):
+        import cupy
+
+        return cupy.cuda.alloc(size)
+
+    def array(self, memory, dtype, shape, strides, offset=0):
+        import cupy
+
+        return cupy.ndarray(shape, dtype, memptr=memory + offset, strides=strides)
+
+    def fetch(self, memory, size: int) -> np.ndarray:
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()  # the copy waits for the default stream only
+        data = np.empty(size, np.uint8)
+        memory.copy_to_host(data.ctypes.data, size)
+        return data
+
+    def download(self, x) -> np.ndarray:
+        assert x.flags.c_contiguous
+        return self.fetch(x.data, x.nbytes).view(x.dtype).reshape(x.shape)
+
+    def wash(self) -> None:
+        """Leave NaN in the shared memory of every multiprocessor."""
+        shared_memory_wash()
+
+    def attention(self, q, k, v, **options):
+        import cupy
+
+        pool, blocks = cupy.get_default_memory_pool(), []
+
+        def guarded(size):
+            block = pool.malloc(size + 2 * BAND)
+            block.memset_async(POISON, size + 2 * BAND)
+            blocks.append((block, size))
+            return block + BAND
+
+        with config.force_tier(self.tier), cupy.cuda.using_allocator(guarded):
+            result = cuflash.attention(q, k, v, **options)
+        for block, size in blocks:
+            data = self.fetch(block, size + 2 * BAND)
+            assert (data[:BAND] == POISON).all(), "written before the start of a result"
+            assert (data[BAND + size :] == POISON).all(), "written past the end of a result"
+        return result
+
+
+@functools.cache
+def backend_named(name: str):
+    return Cpu() if name == "cpu" else Gpu(name)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Small kernels of the tests' own (GPU only)
+
+_WASH = r"""
+extern "C" __global__ void wash(unsigned words, unsigned* found) {
+  extern __shared__ unsigned shared[];
+  volatile unsigned* s = shared;
+  for (unsigned i = threadIdx.x; i < words; i += blockDim.x) s[i] = 0xffffffffu;
+  __syncthreads();
+  if (s[threadIdx.x] == 1) *found = 1;
+}
+"""
+_SPIN = r"""
+extern "C" __global__ void spin(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {}
+}
+"""
+
+
+@functools.cache
+def _raw_kernel(code: str, name: str):
+    import cupy
+
+    return cupy.RawKernel(code, name)
+
+
+@functools.cache
+def _wash_size(device_id: int) -> tuple[int, int]:
+    """Bytes of shared memory that a block can have, and blocks that leave no multiprocessor out."""
+    import cupy
+
+    attributes = cupy.cuda.Device(device_id).attributes
+    # A block takes a multiprocessor to itself: four rounds.
+    return attributes["MaxSharedMemoryPerBlockOptin"], 4 * attributes["MultiProcessorCount"]
+
+
+def shared_memory_wash() -> None:
+    import cupy
+
+    size, blocks = _wash_size(cupy.cuda.runtime.getDevice())
+    kernel = _raw_kernel(_WASH, "wash")
+    kernel.max_dynamic_shared_size_bytes = size
+    found = cupy.cuda.alloc(4)
+    kernel((blocks,), (256,), (np.uint32(size // 4), np.uint64(found.ptr)), shared_mem=size)
+
+
+def spin(milliseconds: float) -> None:
+    """Keep CuPy's current stream busy."""
+    _raw_kernel(_SPIN, "spin")((1,), (1,), (np.int64(milliseconds * 1.5e6),))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Arrays in memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the elements of a (batch, seqlen, heads, head_dim) array lie in memory.
+
+    ``order``: the axes b, s, h, d from the outermost to the innermost. ``pad``: elements left free behind
+    each axis, in the order b, s, h, d. ``base``: bytes from an address that 256 divides to the first element.
+    ``backwards``: axes that run from high to low addresses. ``expanded``: axes of stride 0.
+    """
+
+    order: str = "bshd"
+    pad: tuple[int, int, int, int] = (0, 0, 0, 0)
+    base: int = 0
+    backwards: str = ""
+    expanded: str = ""
+
+    def strides(self, shape) -> tuple[list[int], int, int]:
+        """Strides and the place of element (0, 0, 0, 0), in elements, and how many the array spans."""
+        strides, start, step = [0] * 4, 0, 1
+        for name in reversed(self.order):
+            axis = "bshd".index(name)
+            if name in self.expanded:
+                continue
+            strides[axis] = step
+            step = step * shape[axis] + self.pad[axis]
+            if name in self.backwards and 0 not in shape:
+                start += strides[axis] * (shape[axis] - 1)
+                strides[axis] *= -1
+        return strides, start, step
+
+
+PLAIN = Layout()
+
+
+class Placed:
+    """An array with a layout, on a backend, with poison all around. Without values it is poison too."""
+
+    def __init__(self, backend, layout: Layout, shape, dtype, values=None):
+        self.backend, self.shape, self.dtype = backend, tuple(shape), np.dtype(dtype)
+        strides, start, span = layout.strides(self.shape)
+        self.strides = tuple(stride * self.dtype.itemsize for stride in strides)
+        self.offset = BAND + layout.base + start * self.dtype.itemsize
+        self.size = 2 * BAND + layout.base + span * self.dtype.itemsize
+        data = Cpu().empty(self.size)
+        data[:] = POISON
+        if values is not None:
+            for axis, name in enumerate("bshd"):
+                if name in layout.expanded:
+                    assert (values.astype(np.float64) == values.take([0], axis).astype(np.float64)).all()
+            self._inside(data)[...] = values
+        self.memory = backend.upload(data)
+        self.array = backend.array(self.memory, self.dtype, self.shape, self.strides, self.offset)
+
+    def _inside(self, data):
+        return np.ndarray(self.shape, self.dtype, data, self.offset, self.strides)
+
+    def fetch(self) -> np.ndarray:
+        """The elements; fails if any byte around them has changed."""
+        data = self.backend.fetch(self.memory, self.size)
+        values = self._inside(data).copy()
+        bits = np.dtype(f"u{self.dtype.itemsize}")
+        self._inside(data).view(bits)[...] = np.iinfo(bits).max
+        assert (data == POISON).all(), (
+            f"written outside of the array, in {np.count_nonzero(data != POISON)} bytes"
+        )
+        return values
+
+
+def place(backend, values, layout: Layout = PLAIN) -> Placed:
+    return Placed(backend, layout, values.shape, values.dtype, values)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Inputs and results
+
+
+def normal(shape, dtype: str, seed: int) -> np.ndarray:
+    """Standard normal numbers, rounded to the dtype."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(DTYPES[dtype])
+
+
+def inputs(
+    dtype, *, batch=2, seqlen_q=130, seqlen_k=None, heads_q=4, heads_k=2, head_dim=64, head_dim_v=None, seed=0
+):
+    """q, k and v of standard normal numbers on the host."""
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    return (
+        normal((batch, seqlen_q, heads_q, head_dim), dtype, 3 * seed + 1),
+        normal((batch, seqlen_k, heads_k, head_dim), dtype, 3 * seed + 2),
+        normal((batch, seqlen_k, heads_k, head_dim_v), dtype, 3 * seed + 3),
+    )
+
+
+def compute(backend, q, k, v, layouts=PLAIN, out: Layout | None = None, **options):
+    """(out, lse) on the host, of host arrays placed with one layout, or one each.
+
+    With a layout for `out` the result is written into an array of the test's. Fails if a byte around an input
+    or the result has changed.
+    """
+    layouts = (layouts,) * 3 if isinstance(layouts, Layout) else layouts
+    placed = [place(backend, x, layout) for x, layout in zip((q, k, v), layouts, strict=True)]
+    arrays = [x.array for x in placed]
+    if out is None:
+        result, lse = backend.attention(*arrays, return_lse=True, **options)
+        result = backend.download(result)
+    else:
+        target = Placed(backend, out, (*q.shape[:3], v.shape[3]), q.dtype)
+        given, lse = backend.attention(*arrays, return_lse=True, out=target.array, **options)
+        assert given is target.array
+        result = target.fetch()
+    for x in placed:
+        x.fetch()
+    lse = backend.download(lse)
+    assert result.dtype == q.dtype and result.shape == (*q.shape[:3], v.shape[3])
+    assert lse.dtype == (np.float64 if q.dtype == np.float64 else np.float32)
+    assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+    return result, lse
+
+
+def check(backend, q, k, v, layouts=PLAIN, out: Layout | None = None, **options):
+    """`compute`, judged by the oracle."""
+    result, lse = compute(backend, q, k, v, layouts, out, **options)
+    assert_right(result, lse, q, k, v, **options)
+    return result, lse
+
+
+def assert_right(result, lse, q, k, v, **options) -> None:
+    judgement = oracle.judge(result, lse, q, k, v, **options)
+    assert judgement.ok, f"{judgement.why} (q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}, {options})"
+
+
+def assert_same(backend, got, expected, what="") -> None:
+    """Two results of the same values: bit for bit on a GPU, within rounding on the CPU, NaN equal to NaN."""
+    for name, x, y in zip(("out", "lse"), got, expected, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        if backend.exact:
+            bits = np.dtype(f"u{x.dtype.itemsize}")
+            places = np.argwhere(np.ascontiguousarray(x).view(bits) != np.ascontiguousarray(y).view(bits))
+            assert not len(places), f"{what}: {len(places)} elements of {name} differ, first at {places[0]}"
+        else:
+            tolerance = 16 * float(ml_dtypes.finfo(x.dtype).eps)
+            np.testing.assert_allclose(
+                x.astype(np.float64), y.astype(np.float64), tolerance, tolerance, err_msg=what
+            )
+
+
+@contextlib.contextmanager
+def fresh_process_state(monkeypatch):
+    """As in a process that has computed nothing yet: no variant loaded, no call prepared."""
+    attention = importlib.import_module("cuflash.attention")
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "_loaded", {})
+        patch.setattr(attention, "_prepared", attention._Prepared())
+        yield

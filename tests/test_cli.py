@@ -1,0 +1,994 @@
+"""The command line: what it prints and exits with; that `check` finds what is broken; all without a GPU."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import cuflash
+from cuflash import arrays, config, cpu, jit
+from cuflash.cli import builds, environment, main, options, trial
+from cuflash.cli.cases import CASES, LAYOUTS, Case
+from cuflash.problem import DTYPES, check_attention
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def run(*args):
+    """The exit status and all that a command prints, on both streams."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def environ():
+    """Without a GPU. One thread for BLAS: those of several processes would wait busily for each other."""
+    return {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+    }
+
+
+def python(*args):
+    return subprocess.run([sys.executable, *args], env=environ(), capture_output=True, text=True, timeout=300)
+
+
+def read_json(text):
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(environment, "find_gpus", lambda: environment.Found(0, "no NVIDIA driver was found"))
+
+
+@pytest.fixture
+def no_nvrtc(monkeypatch):
+    def missing():
+        raise jit.NvrtcMissing("NVRTC was not found. Install it with: pip install x")
+
+    for name in ("nvrtc_version", "supported_archs"):
+        monkeypatch.setattr(jit, name, missing)
+
+
+@pytest.fixture
+def no_cupy(monkeypatch, no_nvrtc):
+    def missing():
+        raise jit.CupyMissing("CuPy is not installed. Install it with: pip install 'cuflash[cuda12]'")
+
+    monkeypatch.setattr(jit, "import_cupy", missing)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Nothing is compiled: the variants that would be, in a list."""
+    variants = []
+
+    def build_all(wanted, cache_dir=None, jobs=None):
+        variants.extend(dict.fromkeys(wanted))
+        return {variant: jit.Built("", b"cubin", Path(), 64, 0, 0, "", 0.1, False) for variant in variants}
+
+    monkeypatch.setattr(builds, "build_all", build_all)
+    return variants
+
+
+# ------------------------------------------------------------------------------------------------- the group
+
+
+def test_help_is_quick_and_imports_little():
+    code = "import sys, cuflash.cli; print([m for m in ('cupy', 'scipy', 'torch') if m in sys.modules])"
+    assert python("-c", code).stdout.strip() == "[]"
+
+
+def test_module_and_group():
+    shown = python("-m", "cuflash", "--help").stdout
+    assert all(command in shown for command in ("check", "info", "explain", "warmup"))
+    assert run("--version")[1].strip() == f"cuflash, version {cuflash.__version__}"
+    for command in main.commands:
+        assert run(command, "--help")[0] == 0
+
+
+BAD = [
+    (["check", "--tier", "sm70"], 2, "'sm70' is not one of 'sm80', 'simt'"),
+    (["check", "--dtype", "int8"], 2, "'int8' is not one of"),
+    (["check", "--device", "gpu"], 2, "'gpu' is neither the index of a GPU nor 'cpu'"),
+    (["check", "--device", "3"], 1, "there is no GPU 3: no NVIDIA driver was found"),
+    (["check", "--tier", "simt"], 2, "--tier simt needs a GPU; there is none: no NVIDIA driver was found"),
+    (["check", "--case", "nonesuch"], 1, "no case is left"),
+    (["check", "--json", "/nonexistent/x.json"], 2, "No such file or directory"),
+    (["info", "--arch", "sm_42"], 2, "'sm_42' is not one of sm_60"),
+    (["info", "--device", "0"], 1, "there is no GPU 0"),
+    (["info", "--device", "0", "--arch", "sm_90"], 2, "give one of them"),
+    (["explain"], 2, "name a GPU with --arch, as in --arch sm_90; none is here: no NVIDIA driver was found"),
+    (["explain", "--arch", "ampere"], 2, "'ampere' is not one of sm_60"),
+    (["explain", "--arch", "sm_90", "--device", "0"], 2, "give one of them"),
+    (["explain", "--arch", "sm_90", "--head-dim", "300"], 1, "head_dim of q and k must be 1 to 256; got 300"),
+    (["explain", "--arch", "sm_90", "--head-dim", "64.5"], 2, "not a valid integer"),
+    (["explain", "--arch", "sm_90", "--batch", "-1"], 2, "-1 is not in the range x>=0"),
+    (["explain", "--arch", "sm_90", "--heads", "6", "--heads-k", "4"], 1, "must be a multiple of the heads"),
+    (["explain", "--arch", "sm_90", "--window", "1"], 2, "'1' is not LEFT,RIGHT"),
+    (["explain", "--arch", "sm_90", "--window", "1,2.5"], 2, "'1,2.5' is not LEFT,RIGHT"),
+    (["explain", "--arch", "sm_90", "--window", "-3,1"], 1, "window left must be 0 or more"),
+    (["explain", "--arch", "sm_90", "--softcap", "-1"], 1, "softcap must be finite and 0 (off) or more"),
+    (["explain", "--arch", "sm_90", "--scale", "nan"], 1, "softmax_scale must be finite"),
+    (
+        ["explain", "--arch", "sm_90", "--dtype", "float32", "--tier", "sm80"],
+        1,
+        "tier sm80: tensor cores take float16",
+    ),
+    (["explain", "--arch", "sm_90", "--seqlen-q", "1000000000", "--batch", "9999"], 1, "split the batch"),
+    (["warmup"], 2, "name GPUs with --arch, as in --arch sm_90; none is here"),
+    (["warmup", "--arch", "sm_42"], 2, "'sm_42' is not one of sm_60"),
+    (["warmup", "--arch", "sm_90", "--head-dim", "1/2/3"], 2, "'1/2/3' is neither a head_dim"),
+    (["warmup", "--arch", "sm_90", "--head-dim", "257"], 1, "head_dim of q and k must be 1 to 256; got 257"),
+    (["warmup", "--arch", "sm_90", "--jobs", "0"], 2, "0 is not in the range"),
+]
+
+
+@pytest.mark.parametrize("args, status, message", BAD, ids=[" ".join(args) for args, _, _ in BAD])
+def test_bad_options_get_one_line(no_gpu, args, status, message):
+    code, output = run(*args)
+    error = output.strip().splitlines()[-1]
+    assert (code, error.startswith("Error: ")) == (status, True) and message in error, output
+
+
+# ----------------------------------------------------------------------------------------------------- check
+
+
+@pytest.fixture(scope="module")
+def whole_check(tmp_path_factory):
+    """One run of everything on the NumPy path: (lines as printed, record)."""
+    file = tmp_path_factory.mktemp("check") / "record.json"
+    done = python("-m", "cuflash", "check", "--device", "cpu", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines(), read_json(file.read_text())
+
+
+def test_every_case_holds_on_the_cpu(whole_check):
+    lines, record = whole_check
+    assert lines[0].startswith("no GPU: --device cpu") and lines[0].endswith("checking the NumPy path")
+    assert len(record["rows"]) == len(CASES) * len(DTYPES)
+    assert sum(line.endswith("  ok") for line in lines) == len(record["rows"])
+    assert lines[-1].startswith(f"all {len(record['rows'])} checks hold ({len(CASES)} cases, 4 dtypes, cpu")
+
+
+def test_the_record_says_where_and_what(whole_check):
+    _, record = whole_check
+    found = record["environment"]
+    assert found["gpu"] is None and found["cuflash"] == cuflash.__version__
+    assert re.fullmatch("[0-9a-f]{16}", found["kernels"])
+    assert found["numpy"] == np.__version__ and found["date"] and "cupy" in found and "nvrtc" in found
+    assert record["summary"]["ok"] and record["summary"]["failed"] == 0 and record["summary"]["seconds"] > 0
+    for row in record["rows"]:
+        assert row["ok"] and row["tier"] == "cpu" and row["why"] == ""
+        assert row["max_err"] <= row["max_budget"] and row["rms_err"] <= row["rms_budget"]
+        assert row["lse_err"] <= row["lse_budget"] and row["ref_max_err"] >= 0 and row["ref_rms_err"] >= 0
+
+
+def test_no_gpu_is_said_first(no_gpu):
+    code, output = run("check", "--case", "seqlen 63 x 65")
+    assert (
+        code == 0 and output.splitlines()[0] == "no GPU: no NVIDIA driver was found; checking the NumPy path"
+    )
+
+
+def test_without_cupy_the_first_line_says_what_to_install(no_cupy):
+    code, output = run("check", "--case", "seqlen 63 x 65")
+    first = output.splitlines()[0]
+    assert code == 0 and first.startswith("no GPU: CuPy is not installed") and "cuflash[cuda12]" in first
+
+
+def test_a_driver_too_old_is_no_pass(monkeypatch):
+    found = environment.Found(0, "the NVIDIA driver is too old", unusable=True)
+    monkeypatch.setattr(environment, "find_gpus", lambda: found)
+    code, output = run("check", "--quick")
+    assert code == 1 and output == (
+        "Error: the NVIDIA driver is too old; or check the NumPy path with --device cpu\n"
+    )
+    assert run("check", "--device", "cpu", "--case", "seqlen 63 x 65")[0] == 0
+
+
+def test_quick_is_a_part_and_options_narrow_it(no_gpu, tmp_path):
+    quick = [case for case in CASES if case.quick]
+    assert 10 < len(quick) < len(CASES) / 2
+    file = tmp_path / "record.json"
+    code, _ = run(
+        "check", "--quick", "--case", "causal 1", "--case", "softcap", "--dtype", "float16", "--json", file
+    )
+    rows = read_json(file.read_text())["rows"]
+    assert code == 0 and {(row["case"], row["dtype"]) for row in rows} == {
+        (case.name, "float16") for case in quick if "causal 1" in case.name or "softcap" in case.name
+    }
+
+
+def test_json_to_stdout_is_json_alone():
+    done = python("-m", "cuflash", "check", "--case", "seqlen 63 x 65", "--json", "-")
+    assert done.returncode == 0 and read_json(done.stdout)["summary"]["checks"] == 4
+    assert done.stderr.startswith("no GPU: ") and "all 4 checks hold" in done.stderr
+    assert "checking " not in done.stderr.split("\n", 1)[1], "a progress bar where no one looks"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
+def test_the_progress_bar_is_on_a_terminal():
+    import pty
+
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0) as terminal:
+        done = subprocess.run(
+            [sys.executable, "-m", "cuflash", "check", "--device", "cpu", "--case", "seqlen 63 x 65"],
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            env=environ(),
+            timeout=120,
+        )
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # at the end of a terminal
+            while part := terminal.read(65536):
+                shown += part
+    assert done.returncode == 0 and b"checking " in shown and b"100%" in shown
+    assert done.stdout.count(b"  ok\n") == 4 and b"100%" not in done.stdout
+
+
+# Ways to be wrong, each a replacement of cpu.attention that calls the right one.
+
+right = cpu.attention
+
+
+def slightly_wrong(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    out[0, 3, 1, 5] *= 1.01
+    return lse
+
+
+def one_key_too_many(problem, q, k, v, out):
+    return right(dataclasses.replace(problem, window_right=problem.window_right + 1), q, k, v, out)
+
+
+def last_row_unwritten(problem, q, k, v, out):
+    whole = np.empty_like(out)
+    lse = right(problem, q, k, v, whole)
+    out[:, :-1] = whole[:, :-1]
+    return lse
+
+
+def differs_from_run_to_run(problem, q, k, v, out, turn=[0]):  # noqa: B006
+    lse = right(problem, q, k, v, out)
+    turn[0] += 1
+    if turn[0] % 2:
+        out[0, 1, 0, 0] = np.nextafter(out[0, 1, 0, 0], out.dtype.type(9))
+    return lse
+
+
+def lse_differs_from_run_to_run(problem, q, k, v, out, turn=[0]):  # noqa: B006
+    lse = right(problem, q, k, v, out)
+    turn[0] += 1
+    return np.nextafter(lse, lse.dtype.type(turn[0] % 2 * 99)) if lse is not None else None
+
+
+def writes_past_the_end(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    np.lib.stride_tricks.as_strided(out, (*out.shape[:3], out.shape[3] + 1))[-1, -1, -1, -1] = 0
+    return lse
+
+
+def writes_before_the_start(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    memory = out.base if out.base.dtype == np.uint8 else out.base.base
+    memory[trial.GUARD - 1] ^= 1
+    return lse
+
+
+def writes_an_input(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    k[...] = 0
+    return lse
+
+
+def reads_past_the_end(problem, q, k, v, out):
+    k = np.lib.stride_tricks.as_strided(k, (k.shape[0], k.shape[1] + 1, *k.shape[2:]))
+    return right(problem, q, k[:, 1:], v, out)
+
+
+def depends_on_the_layout(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    if not q.flags.c_contiguous:
+        out[0, 1, 0, 0] = np.nextafter(out[0, 1, 0, 0], out.dtype.type(9))
+    return lse
+
+
+def lse_in_base_two(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    return None if lse is None else lse * np.float32(1.4426950408889634)
+
+
+def masked_nan_spreads(problem, q, k, v, out):
+    lse = right(problem, q, k, v, out)
+    if np.isnan(v).any():
+        out[:, -problem.seqlen_q // 2 :] = np.nan
+    return lse
+
+
+def raises(problem, q, k, v, out):
+    raise RuntimeError("an illegal memory access was encountered\nand more")
+
+
+BROKEN = [
+    (slightly_wrong, "seqlen 63 x 65", "max error "),
+    (one_key_too_many, "causal 129 x 257", "max error "),
+    (one_key_too_many, "window 31,7", "max error "),
+    (last_row_unwritten, "seqlen 63 x 65", "out has nan wrong in 128 places, first at (0, 62, 0, 0)"),
+    (
+        last_row_unwritten,
+        "NaN in the last key, causal",
+        "out of a second run differs in 128 of",
+    ),  # NaN is right there
+    (differs_from_run_to_run, "seqlen 63 x 65", "out of a second run differs in 1 of 8064 elements"),
+    (lse_differs_from_run_to_run, "seqlen 63 x 65", "lse of a second run differs in 126 of 126 elements"),
+    (writes_past_the_end, "seqlen 63 x 65", "memory around out was written"),
+    (writes_past_the_end, "rows of 8-byte alignment", "memory around out was written"),
+    (writes_before_the_start, "seqlen 63 x 65", "memory around out was written"),
+    (writes_an_input, "seqlen 63 x 65", "k was written"),
+    (reads_past_the_end, "seqlen 63 x 65", "out has nan wrong in"),
+    (depends_on_the_layout, "transposed", "out of packed arrays differs in 1 of 16640 elements"),
+    (lse_in_base_two, "seqlen 63 x 65", "lse error "),
+    (masked_nan_spreads, "NaN in keys that no query sees", "out has nan wrong in"),
+    (raises, "seqlen 63 x 65", "RuntimeError: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize(
+    "broken, case, why", BROKEN, ids=[f"{broken.__name__}-{case}" for broken, case, _ in BROKEN]
+)
+def test_check_finds(monkeypatch, tmp_path, broken, case, why):
+    monkeypatch.setattr(cpu, "attention", broken)
+    file = tmp_path / "record.json"
+    code, output = run("check", "--device", "cpu", "--case", case, "--dtype", "float32", "--json", file)
+    assert code == 1
+    row = next(line for line in output.splitlines() if line.startswith(case) and "float32" in line)
+    assert "FAIL: " in row and why in row, output
+    assert (
+        "1 of 1 checks FAILED" in output
+        and f"  {case}, float32, cpu: {read_json(file.read_text())['rows'][0]['why']}" in output
+    )
+    assert read_json(file.read_text())["summary"] | {"seconds": 0} == {
+        "ok": False,
+        "checks": 1,
+        "failed": 1,
+        "seconds": 0,
+        "quick": False,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_error_of_a_hundredth_is_found_in_every_dtype(monkeypatch, dtype):
+    def broken(problem, q, k, v, out):
+        lse = right(problem, q, k, v, out)
+        out *= out.dtype.type(1.0 if dtype == "bfloat16" else 1.01)
+        out += out.dtype.type(0.01 if dtype == "bfloat16" else 0.0)
+        return lse
+
+    monkeypatch.setattr(cpu, "attention", broken)
+    assert run("check", "--device", "cpu", "--case", "seqlen 128 x 128", "--dtype", dtype)[0] == 1
+
+
+def test_one_failing_row_leaves_the_others(monkeypatch):
+    def broken(problem, *tensors):
+        if problem.dtype == "float16":
+            raise RuntimeError("boom")
+        return right(problem, *tensors)
+
+    monkeypatch.setattr(cpu, "attention", broken)
+    code, output = run("check", "--device", "cpu", "--case", "seqlen 63 x 65")
+    assert code == 1 and output.count("  ok\n") == 3 and "1 of 4 checks FAILED" in output
+
+
+# ----------------------------------------------------------------------------------------------------- cases
+
+
+def test_case_names_are_distinct_and_layouts_used():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+    assert {layout for case in CASES for layout in case.layouts.values()} == set(LAYOUTS)
+
+
+def test_cases_cover_what_they_should():
+    dims = {(case.head_dim, case.head_dim_v) for case in CASES}
+    assert {(d, d) for d in (1, 20, 64, 80, 96, 128, 256)} | {(192, 128)} <= dims
+    assert any(case.batch == 0 for case in CASES) and any(case.seqlen_q == 0 for case in CASES)
+    assert any(case.seqlen_k == 0 and case.seqlen_q for case in CASES)
+    assert any(case.heads_q > case.heads_k > 1 for case in CASES) and any(
+        case.heads_q > case.heads_k == 1 for case in CASES
+    )
+    assert any(case.options.get("causal") and case.seqlen_q > case.seqlen_k for case in CASES)
+    scales = {case.options.get("softmax_scale") for case in CASES}
+    assert 0.0 in scales and any(scale is not None and scale < 0 for scale in scales)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_case_states_the_problem_of_its_arrays(case):
+    """What is compiled ahead of the run is what the run then needs."""
+    for dtype in ("float16", "float64"):
+        stated = case.problem(dtype)
+        placed = {
+            name: trial.Placed(shape, dtype, case.layouts[name], None, trial.NAN_BYTE)
+            for name, shape in case.shapes.items()
+        }
+        # The host's allocator aligns to 16 bytes, as much as counts; a GPU's to more.
+        assert all(x._memory.ctypes.data % 16 == 0 for x in placed.values())
+        views = {name: arrays.NumpyDoor().view(x.array) for name, x in placed.items()}
+        assert check_attention(**views, return_lse=True, **case.options) == stated
+
+
+def test_draws_are_repeatable_and_constant_along_stride_0():
+    case = next(case for case in CASES if case.kv_layout == "expanded")
+    first, second = case.draw("float32"), case.draw("float32")
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+    q, k, v = first
+    assert (k == k[:1, :, :1]).all() and (v == v[:1, :, :1]).all() and not (q == q[:1]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_placed_holds_its_values_between_guards(layout):
+    values = np.random.default_rng(1).standard_normal((2, 5, 3, 4)).astype(np.float32)
+    if layout == "expanded":
+        values[...] = values[:1, :, :1]
+    placed = trial.Placed(values.shape, "float32", layout, None, trial.NAN_BYTE, values)
+    assert np.array_equal(placed.array, values) and placed.is_unchanged()
+    read, intact = placed.read()
+    assert np.array_equal(read, values) and intact
+    raw = placed._memory
+    assert (
+        np.isnan(raw[: trial.GUARD].view(np.float32)).all()
+        and np.isnan(raw[-trial.GUARD :].view(np.float32)).all()
+    )
+    raw[-1] = 0
+    assert placed.read()[1] is False and not placed.is_unchanged()
+
+
+# ------------------------------------------------------------------------------------- check, as if on a GPU
+
+
+class FakeMemory:
+    """What Placed needs of CuPy, on the host."""
+
+    def __init__(self, shape, dtype):
+        self.host, self.data = np.empty(shape, dtype), self
+
+    def __add__(self, offset):
+        return self.host, offset
+
+    def set(self, host):
+        self.host[...] = host
+
+    def get(self):
+        return self.host.copy()
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, built):
+    """A GPU that is the CPU; arch sm_90 unless its preset is replaced."""
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 13000)
+    cuda = types.SimpleNamespace(Device=contextlib.nullcontext, runtime=runtime)
+    cupy = types.SimpleNamespace(
+        __version__="14.2.0",
+        cuda=cuda,
+        empty=FakeMemory,
+        ndarray=lambda shape, dtype, memory, strides: np.ndarray(shape, dtype, *memory, strides),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(jit, "import_cupy", lambda: cupy)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(jit, "arch_for", lambda capability: f"sm_{capability[0]}{capability[1]}")
+    monkeypatch.setattr(environment, "find_gpus", lambda: environment.Found(2, ""))
+    monkeypatch.setattr(environment, "device_of", lambda index: config.DEVICES["sm_90"])
+    monkeypatch.setattr(
+        environment,
+        "hardware",
+        lambda index: {
+            "gpu": "NVIDIA H200",
+            "gpu_index": index,
+            "compute_capability": "9.0",
+            "driver": "580.159",
+            "cuda": "13.0",
+        },
+    )
+    return built
+
+
+def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
+    forced = []
+
+    def attention(*args, **kwargs):
+        forced.append(config.forced_tier())
+        return cuflash_attention(*args, **kwargs)
+
+    cuflash_attention = cuflash.attention
+    monkeypatch.setattr(cuflash, "attention", attention)
+    file = tmp_path / "record.json"
+    code, output = run(
+        "check", "--case", "seqlen 63 x 65", "--case", "transposed", "--case", "batch 0", "--json", file
+    )
+    assert code == 0, output
+    assert output.splitlines()[0] == (
+        "NVIDIA H200, compute capability 9.0, driver 580.159 (CUDA 13.0), NVRTC 13.0, CuPy 14.2.0"
+    )
+    rows = [(row["case"], row["dtype"], row["tier"]) for row in read_json(file.read_text())["rows"]]
+    tiers = [
+        ("float16", "sm80"),
+        ("float16", "simt"),
+        ("bfloat16", "sm80"),
+        ("bfloat16", "simt"),
+        ("float32", "simt"),
+        ("float64", "simt"),
+    ]
+    assert rows == [
+        (case.name, *tier)
+        for case in CASES
+        if case.name in ("seqlen 63 x 65", "transposed", "batch 0")
+        for tier in tiers
+    ]
+    assert set(forced) == {"sm80", "simt"} and config.forced_tier() is None
+    # Both cases are of one variant in each dtype and tier, and an empty one needs none.
+    assert len(fake_gpu) == len(tiers) and {variant.arch for variant in fake_gpu} == {"sm_90"}
+
+
+def test_one_tier_and_dtype_of_a_gpu(fake_gpu, tmp_path):
+    file = tmp_path / "record.json"
+    assert run("check", "--tier", "sm80", "--device", 1, "--case", "causal 1", "--json", file)[0] == 0
+    record = read_json(file.read_text())
+    assert {row["tier"] for row in record["rows"]} == {"sm80"} and record["environment"]["gpu_index"] == 1
+    assert {row["dtype"] for row in record["rows"]} == {"float16", "bfloat16"}
+    code, output = run("check", "--tier", "sm80", "--dtype", "float32")
+    assert code == 1 and "no case is left" in output
+    code, output = run("check", "--device", 2)
+    assert code == 1 and "Error: there is no GPU 2: the GPUs here are 0 to 1" in output
+
+
+def test_check_names_a_missing_nvrtc(fake_gpu, monkeypatch):
+    def missing(capability):
+        raise jit.NvrtcMissing("NVRTC was not found. Install it with: pip install x")
+
+    monkeypatch.setattr(jit, "arch_for", missing)
+    assert run("check") == (1, "Error: NVRTC was not found. Install it with: pip install x\n")
+
+
+def test_a_variant_that_does_not_compile_fails_in_its_row(monkeypatch):
+    def build(kernel, constants, arch, cache_dir=None):
+        raise RuntimeError("cannot compile fwd_simt\nlog")
+
+    monkeypatch.setattr(jit, "build", build)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (13, 0))
+    variants = [builds.Variant("fwd_simt", (("A", number),), "sm_90") for number in range(3)]
+    assert {str(error) for error in builds.build_all(variants * 2).values()} == {
+        "cannot compile fwd_simt\nlog"
+    }
+
+    def missing(kernel, constants, arch, cache_dir=None):
+        raise jit.NvrtcMissing("NVRTC is broken")
+
+    monkeypatch.setattr(jit, "build", missing)
+    with pytest.raises(jit.NvrtcMissing):
+        builds.build_all(variants)
+
+
+# ------------------------------------------------------------------------------------------------------ info
+
+
+def test_info_without_a_gpu(no_gpu):
+    code, output = run("info")
+    assert code == 0 and "GPU      none: no NVIDIA driver was found" in output
+    for text in (
+        jit.digest(),
+        str(jit.kernels_dir()),
+        str(jit.cache_dir()),
+        "headers  none needed",
+        "NumPy arrays: float16",
+    ):
+        assert text in output
+
+
+def test_info_without_cupy(no_cupy):
+    code, output = run("info")
+    assert code == 0 and "NVRTC    none: CuPy is not installed" in output and "CuPy    " not in output
+    assert run("info", "--arch", "sm_86")[0] == 0
+
+
+@pytest.mark.parametrize("arch", config.DEVICES)
+def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
+    code, output = run("info", "--arch", arch, "--json")
+    support = read_json(output)["support"]
+    assert code == 0 and {row["dtype"] for row in support} == set(DTYPES)
+    for dtype in DTYPES:
+        rows = [row["head_dim"] for row in support if row["dtype"] == dtype]
+        assert (
+            rows[0][0] == 1
+            and rows[-1][1] == 256
+            and all(a[1] + 1 == b[0] for a, b in itertools.pairwise(rows))
+        )
+    device = config.DEVICES[arch]
+    for row in support:
+        for head_dim in row["head_dim"]:
+            sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "head_dim": head_dim, "head_dim_v": head_dim}
+            for feature, asked in (
+                ("plain", {}),
+                ("causal", {"causal": True}),
+                ("softcap", {"softcap": 30.0}),
+            ):
+                problem = builds.packed_problem(row["dtype"], **sizes, **asked)
+                assert row["tiers"][feature] == config.choose(problem, device).tier
+
+
+def test_info_table(no_gpu):
+    _, output = run("info", "--arch", "sm_90a")
+    lines = output.splitlines()
+    assert any(line.startswith("tiers on H100/H200, compute capability 9.0") for line in lines)
+    assert any(line.split()[:3] == ["bfloat16", "1-256", "sm80"] for line in lines)
+    assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
+    _, output = run("info", "--arch", "sm_75")
+    assert any(line.split()[:3] == ["bfloat16", "1-256", "simt"] for line in output.splitlines())
+
+
+def test_info_with_a_gpu(fake_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        environment,
+        "hardware",
+        lambda index: {
+            "gpu": "NVIDIA H200",
+            "gpu_index": index,
+            "compute_capability": "9.0",
+            "num_sms": 132,
+            "smem_optin": 232448,
+            "l2_bytes": 50 * 2**20,
+            "memory_bytes": 140 * 2**30,
+            "driver": None,
+            "cuda": "13.0",
+        },
+    )
+    monkeypatch.setattr(jit, "nvrtc_location", lambda: "/opt/libnvrtc.so")
+    monkeypatch.setattr(jit, "supported_archs", lambda: (75, 90))
+    code, output = run("info", "--json", tmp_path / "info.json")
+    assert (
+        code == 0
+        and "GPU 1    NVIDIA H200, compute capability 9.0, 132 multiprocessors, 140 GiB, 227 KiB" in output
+    )
+    assert "driver   of unknown version (CUDA 13.0)" in output and "NVRTC    13.0, /opt/libnvrtc.so" in output
+    record = read_json((tmp_path / "info.json").read_text())
+    assert (
+        len(record["gpus"]) == 2 and record["support_of"].startswith("H100/H200") and record["no_gpu"] is None
+    )
+
+
+# --------------------------------------------------------------------------------------------------- explain
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, kernel",
+    [
+        ("sm_75", "float16", "fwd_sm80"),
+        ("sm_80", "bfloat16", "fwd_sm80"),
+        ("sm_90a", "bfloat16", "fwd_sm80"),
+        ("sm_90", "float32", "fwd_simt"),
+        ("sm_120", "float64", "fwd_simt"),
+    ],
+)
+def test_explain_without_a_gpu(no_gpu, arch, dtype, kernel):
+    code, output = run(
+        "explain",
+        "--arch",
+        arch,
+        "--dtype",
+        dtype,
+        "--head-dim",
+        64,
+        "--seqlen-q",
+        1000,
+        "--batch",
+        2,
+        "--heads",
+        8,
+        "--causal",
+        "--json",
+    )
+    record = read_json(output)
+    assert code == 0 and record["kernel"] == kernel and record["tier"] == kernel.removeprefix("fwd_")
+    assert record["arch"] == arch.rstrip("a") and record["not_built"] is None
+    assert 0 < record["registers"] <= 255 and record["spill_bytes"] >= 0 and record["reasons"]
+    assert 0 < record["smem_bytes"] <= record["device"]["smem_optin"]
+    assert record["grid"] == 16 * -(-1000 // record["constants"]["BLOCK_M"])
+    assert record["problem"]["window_right"] == 0 and record["problem"]["seqlen_k"] == 1000
+
+
+def test_explain_says_why(no_gpu):
+    code, output = run(
+        "explain", "--arch", "sm_90a", "--head-dim", 64, "--window", "none,16", "--softcap", 30
+    )
+    assert code == 0
+    for text in (
+        "bfloat16, batch 1, seqlen 4096 x 4096",
+        "window None,16, softcap 30",
+        "kernel     fwd_sm80, tier sm80",
+        "because    block_m = ",
+        "compiled for sm_90",
+        "shared     ",
+        "blocks of ",
+        "constants  BLOCK_M=",
+        "others     simt: takes it too; sm80 comes first",
+    ):
+        assert text in output, output
+
+
+def test_explain_says_why_not(no_gpu):
+    _, output = run("explain", "--arch", "sm_90", "--dtype", "float32", "--head-dim", 64)
+    assert "others     sm80: tensor cores take float16 and bfloat16; float32 would be rounded" in output
+    _, output = run("explain", "--arch", "sm_75", "--dtype", "bfloat16", "--head-dim", 64)
+    assert "others     sm80: bfloat16 tensor cores need compute capability 8.0 or newer" in output
+    _, output = run("explain", "--arch", "sm_90", "--tier", "simt", "--head-dim", 64)
+    assert (
+        "others     sm80: takes it too; simt was forced" in output
+        and "kernel     fwd_simt, tier simt" in output
+    )
+
+
+def test_explain_needs_no_compiler_for_the_choice(no_gpu, no_nvrtc):
+    code, output = run("explain", "--arch", "sm_90")
+    assert (
+        code == 0 and "registers  unknown: NVRTC was not found." in output and "kernel     fwd_sm80" in output
+    )
+
+
+def test_explain_for_a_gpu_that_nvrtc_does_not_know(no_gpu, monkeypatch):
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(jit, "supported_archs", lambda: (75, 80, 90))
+    code, output = run("explain", "--arch", "sm_60", "--dtype", "float32")
+    assert code == 0 and "registers  unknown: compute capability 6.0 is too old for NVRTC 13.0" in output
+    monkeypatch.setattr(jit, "build", lambda *variant: jit.Built("", b"", None, 0, 0, 0, "", 0.1, False))
+    code, output = run("explain", "--arch", "sm_120")
+    assert code == 0 and "registers  unknown: NVRTC 13.0 does not know this GPU" in output
+
+
+def test_explain_a_kernel_that_does_not_compile(no_gpu, monkeypatch):
+    def build(*variant):
+        raise RuntimeError("cannot compile fwd_sm80 for sm_90\na long log")
+
+    monkeypatch.setattr(jit, "build", build)
+    assert run("explain", "--arch", "sm_90") == (1, "Error: cannot compile fwd_sm80 for sm_90\n")
+
+
+def test_explain_takes_the_gpu_here(fake_gpu, monkeypatch):
+    monkeypatch.setattr(jit, "build", lambda *variant: jit.Built("", b"", None, 168, 12, 64, "", 0.1, False))
+    code, output = run("explain")
+    assert code == 0 and "registers  168 a thread, 12 bytes of spills, compiled for sm_90" in output
+    assert "bytes a block and 64 static" in output
+    assert run("explain", "--device", 5)[0] == 1
+
+
+def test_explain_an_empty_problem(no_gpu, no_nvrtc):
+    code, output = run("explain", "--arch", "sm_90", "--seqlen-q", 0, "--json")
+    assert code == 0 and read_json(output)["grid"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------- warmup
+
+
+def test_warmup_fills_a_folder_that_later_needs_no_compile(no_gpu, tmp_path):
+    args = (
+        "warmup",
+        "--arch",
+        "sm_90a",
+        "--dtype",
+        "bfloat16",
+        "--head-dim",
+        "64",
+        "--output",
+        tmp_path / "new" / "kernels",
+    )
+    code, output = run(*args)
+    assert code == 0 and output.startswith("2 kernels in ") and ": 2 compiled, 0 already there; " in output, (
+        output
+    )
+    assert len(list((tmp_path / "new" / "kernels").glob("*.cubin"))) == 2
+    before = jit.compile_count()
+    code, output = run(*args)
+    assert code == 0 and ": 0 compiled, 2 already there; " in output and jit.compile_count() == before
+    problem = builds.packed_problem(
+        "bfloat16", seqlen_q=100, seqlen_k=77, head_dim=64, head_dim_v=64, heads_q=3, heads_k=3
+    )
+    variant = builds.variant_of(config.choose(problem, config.DEVICES["sm_90"]), "sm_90")
+    assert jit.build(*variant, cache_dir=tmp_path / "new" / "kernels").from_cache
+
+
+def chosen(built, name):
+    return sorted({dict(variant.constants)[name] for variant in built})
+
+
+def test_warmup_defaults(no_gpu, built, tmp_path):
+    code, output = run("warmup", "--arch", "sm_90", "--output", tmp_path)
+    assert code == 0 and len(built) == 3 * 4 * 2 and output.startswith("24 kernels in ")
+    assert chosen(built, "DTYPE") == [0, 1, 2] and chosen(built, "HEAD_DIM") == [64, 96, 128, 256]
+    assert chosen(built, "MASK_RIGHT") == [0, 1] and chosen(built, "MASK_LEFT") == [0]
+
+
+def test_warmup_options_extend(no_gpu, built, tmp_path):
+    code, _ = run(
+        "warmup",
+        "--arch",
+        "sm_80",
+        "--arch",
+        "sm_90",
+        "--arch",
+        "sm_90a",
+        "--dtype",
+        "float16",
+        "--dtype",
+        "float64",
+        "--head-dim",
+        "64",
+        "--head-dim",
+        "192/128",
+        "--mask",
+        "window",
+        "--softcap",
+        "--output",
+        tmp_path,
+    )
+    assert code == 0 and len(built) == 2 * 2 * 2 * 2
+    assert (
+        chosen(built, "DTYPE") == [0, 3]
+        and chosen(built, "HEAD_DIM_V") == [64, 128]
+        and chosen(built, "MASK_LEFT") == [1]
+    )
+    assert chosen(built, "SCORE") == [0, 2] and {variant.arch for variant in built} == {"sm_80", "sm_90"}
+
+
+def test_warmup_takes_the_gpus_here(fake_gpu, tmp_path):
+    code, _ = run("warmup", "--dtype", "float32", "--head-dim", "64", "--mask", "full", "--output", tmp_path)
+    assert code == 0 and [variant.arch for variant in fake_gpu] == ["sm_90"]
+
+
+def test_warmup_errors(no_gpu, monkeypatch, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    one = "warmup", "--arch", "sm_90", "--dtype", "float16", "--head-dim", "64", "--mask", "full"
+    code, output = run(*one, "--output", file / "below")
+    assert code == 1 and output == f"Error: {file / 'below'} cannot be written: Not a directory\n"
+    monkeypatch.setattr(
+        builds,
+        "build_all",
+        lambda variants, **_: {variant: RuntimeError("cannot compile fwd_sm80\nlog") for variant in variants},
+    )
+    assert run(*one, "--output", tmp_path) == (1, "Error: cannot compile fwd_sm80\n")
+    monkeypatch.setattr(jit, "supported_archs", lambda: (75, 80, 90))
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (13, 0))
+    code, output = run("warmup", "--arch", "sm_60", "--output", tmp_path)
+    assert code == 1 and "compute capability 6.0 is too old for NVRTC 13.0" in output
+
+
+def test_warmup_without_nvrtc(no_gpu, no_nvrtc, tmp_path):
+    assert run("warmup", "--arch", "sm_90", "--output", tmp_path / "x") == (
+        1,
+        "Error: NVRTC was not found. Install it with: pip install x\n",
+    )
+    assert not (tmp_path / "x").exists()
+
+
+# ----------------------------------------------------------------------------------------------- environment
+
+
+def fake_driver(monkeypatch, version, count):
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def device_count():
+        if isinstance(count, str):
+            raise CUDARuntimeError(count)
+        return count
+
+    runtime = types.SimpleNamespace(
+        driverGetVersion=lambda: version,
+        runtimeGetVersion=lambda: 13000,
+        getDeviceCount=device_count,
+        CUDARuntimeError=CUDARuntimeError,
+    )
+    cupy = types.SimpleNamespace(__version__="14.2.0", cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(jit, "import_cupy", lambda: cupy)
+
+
+def test_find_gpus(monkeypatch):
+    fake_driver(monkeypatch, 13000, 2)
+    assert environment.find_gpus() == (2, "", False)
+    fake_driver(monkeypatch, 0, "cudaErrorInsufficientDriver")
+    assert environment.find_gpus() == (0, "no NVIDIA driver was found", False)
+    fake_driver(monkeypatch, 12040, 1)
+    found = environment.find_gpus()
+    assert found.count == 0 and found.unusable and found.reason.startswith("the NVIDIA driver is too old")
+    fake_driver(monkeypatch, 13000, "cudaErrorNoDevice: no CUDA-capable device is detected")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert environment.find_gpus() == (
+        0,
+        "the driver shows none (CUDA_VISIBLE_DEVICES is ''): "
+        "cudaErrorNoDevice: no CUDA-capable device is detected",
+        False,
+    )
+
+
+def test_headline_without_a_driver_version():
+    found = {
+        "gpu": "NVIDIA T4",
+        "compute_capability": "7.5",
+        "driver": None,
+        "cuda": "12.4",
+        "nvrtc": "12.9",
+        "cupy": "14.2.0",
+    }
+    assert environment.headline(found) == (
+        "NVIDIA T4, compute capability 7.5, driver of unknown version (CUDA 12.4), NVRTC 12.9, CuPy 14.2.0"
+    )
+
+
+def test_driver_version_is_a_version_or_nothing():
+    version = environment.driver_version()
+    assert version is None or version.split(".")[0].isdigit()
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1024, "1 KiB"),
+        (232448, "227 KiB"),
+        (1000 * 1024, "1000 KiB"),
+        (int(1.5 * 2**20), "1.5 MiB"),
+        (140 * 2**30, "140 GiB"),
+    ],
+)
+def test_sizes(value, text):
+    assert options.size(value) == text
+
+
+@pytest.mark.parametrize(
+    "text, sides",
+    [("128,0", (128, 0)), ("none,16", (None, 16)), ("-1,None", (-1, None)), (" 3 , 4 ", (3, 4))],
+)
+def test_windows(text, sides):
+    assert options.Window().convert(text, None, None) == sides
+
+
+def test_json_has_no_nan():
+    record = {"a": float("nan"), "b": [float("inf"), 1.5, None], "c": {"d": (True, "x")}}
+    assert options._plain(record) == {"a": None, "b": [None, 1.5, None], "c": {"d": [True, "x"]}}
+
+
+def test_a_case_is_a_value():
+    case = Case("x", 8, 8, kv_layout="fused")
+    assert case.has_packed_twin and not case.packed_twin().has_packed_twin
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        case.name = "y"
+
+
+def test_errors_are_one_line():
+    assert options.one_line(RuntimeError("first\nsecond")) == "first"
+    log = "cannot compile fwd_simt " + 100 * "x" + "\nheader\n  a.cu(3): error: no\na.cu(4): error: more"
+    assert (
+        options.one_line(RuntimeError(log))
+        == "cannot compile fwd_simt " + 56 * "x" + "...: a.cu(3): error: no"
+    )
+    assert options.one_line(NotImplementedError()) == "NotImplementedError"
+    assert issubclass(click.UsageError, click.ClickException)
