@@ -15,7 +15,7 @@ from .problem import Problem
 
 _STRIDES = [(f"{name}_strides", np.int64, 3) for name in ("q", "k", "v", "out")]
 _INTS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v", "window_left", "window_right",
-         "num_m_blocks", "heads_in_group")
+         "num_m_blocks", "num_short_blocks", "heads_in_group")
 
 # FwdParams of kernels/attn/params.cuh, field by field; the kernels check size and offsets when they are compiled.
 FWD_PARAMS = np.dtype(
@@ -52,6 +52,8 @@ def forward_params(problem: Problem, config: Config, q: View, k: View, v: View, 
     record["window_left"] = problem.window_left or 0
     record["window_right"] = problem.window_right or 0
     record["num_m_blocks"] = num_m_blocks(problem, config)
+    # Under a right mask a later query tile sees more keys. Without one all are as long.
+    record["num_short_blocks"] = num_m_blocks(problem, config) // 2 if problem.window_right is not None else 0
     record["heads_in_group"] = config.heads_in_group
     return record
 

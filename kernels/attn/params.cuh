@@ -17,6 +17,7 @@ struct FwdParams {
   int batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v;
   int window_left, window_right;      // counted from the bottom-right diagonal; read only where the mask has that side
   int num_m_blocks;             // query tiles of one head
+  int num_short_blocks;         // the first of them, left to the end of the launch: schedule.cuh
   int heads_in_group;           // (batch, head) pairs whose K and V share the L2 cache at a time
 };
 
@@ -26,6 +27,6 @@ MEETS(q); MEETS(k); MEETS(v); MEETS(out); MEETS(lse);
 MEETS(q_strides); MEETS(k_strides); MEETS(v_strides); MEETS(out_strides);
 MEETS(scale_log2); MEETS(tanh_scale); MEETS(cap_log2);
 MEETS(batch); MEETS(seqlen_q); MEETS(seqlen_k); MEETS(heads_q); MEETS(heads_k); MEETS(head_dim); MEETS(head_dim_v);
-MEETS(window_left); MEETS(window_right); MEETS(num_m_blocks); MEETS(heads_in_group);
+MEETS(window_left); MEETS(window_right); MEETS(num_m_blocks); MEETS(num_short_blocks); MEETS(heads_in_group);
 #undef MEETS
 static_assert(sizeof(FwdParams) == PARAMS_BYTES, "launch.py disagrees on the size of FwdParams");

@@ -63,7 +63,13 @@ template <int kVecBytes> DEV void store_chunk(char* dst, const Chunk& c, int val
     *(Chunk*)dst = c;
   } else {
     #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (2 * i < valid) ((u16*)dst)[i] = (u16)(c.word[i / 2] >> (i % 2 * 16));
+    for (int i = 0; i < 4; i++) {
+      if (kVecBytes >= 4 && 4 * i + 4 <= valid) {
+        ((u32*)dst)[i] = c.word[i];
+      } else {
+        if (4 * i < valid) ((u16*)dst)[2 * i] = (u16)c.word[i];
+        if (4 * i + 2 < valid) ((u16*)dst)[2 * i + 1] = (u16)(c.word[i] >> 16);
+      }
+    }
   }
 }
