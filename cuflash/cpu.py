@@ -52,10 +52,10 @@ import numpy as np
 from .problem import Problem
 
 TILE_ROWS = 1024         # queries x heads of a group; half of it where a mask leaves part of a tile unused
-TILE_KEYS = 4096         # with fewer, the threads of BLAS meet too often: on busy cores each meeting is a wait
+TILE_KEYS = 4096         # with fewer, the threads of BLAS meet more often: a wait each time, on busy cores
 TILE_ELEMENTS = 2**22    # the logits of a tile, and its K and V: 16 MiB of float32 each
-HEADS_ELEMENTS = 2**20   # the logits of small tiles of several heads taken at once: 4 MiB stay in a shared cache
-CACHE_ELEMENTS = 2**16   # the logits that the softmax makes all its passes over: 256 KiB stay in a core's own
+HEADS_ELEMENTS = 2**20   # the logits of small tiles of several heads taken at once: 4 MiB, a shared cache
+CACHE_ELEMENTS = 2**17   # the logits that the softmax makes its passes over at a time: 512 KiB, a core's own
 
 
 def attention(problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray,
@@ -260,7 +260,7 @@ def _not_finite(v: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def _weighted_apart(weights, v, keys, hidden, product) -> np.ndarray:
-    """weights @ v, in ``product``, where what is not finite in v[:, :, keys] reaches only the queries that see it.
+    """weights @ v, in ``product``; what is not finite in v[:, :, keys] reaches only the queries that see it.
 
     hidden is (queries, keys); the rows of weights are queries x heads of a group.
     """

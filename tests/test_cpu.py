@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 
@@ -514,7 +515,7 @@ def cases(draw):
     length = st.one_of(st.integers(0, 40), st.sampled_from(EDGES))
     heads_k = draw(st.integers(1, 3))
     side = st.one_of(st.none(), st.integers(0, 70))
-    sizes = (draw(st.integers(0, 3)), draw(length), draw(length), heads_k * draw(st.integers(1, 4)), heads_k,
+    sizes = (draw(st.integers(0, 2)), draw(length), draw(length), heads_k * draw(st.integers(1, 3)), heads_k,
              draw(st.integers(1, 40)), draw(st.integers(1, 40)))
     options = {
         "causal": draw(st.booleans()),
@@ -527,7 +528,7 @@ def cases(draw):
     return draw(st.sampled_from(DTYPES)), sizes, options, layouts, tile, draw(st.integers(0, 2**32 - 1))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_anything(drawn):
     dtype, sizes, options, layouts, tile, seed = drawn
@@ -639,8 +640,8 @@ def scratch_bytes(problem):
     ((300, 8, 8, 16, 16, 64), "float64", {"causal": True}),
     ((16, 300, 300, 16, 16, 32), "float16", {"window": (9, 9)}),
     ((1, 9000, 9000, 8, 8, 8), "bfloat16", {"window": (20, 0)}),
-    ((1, 4096, 10, 64, 64, 256), "float16", {}),
-    ((64, 128, 128, 16, 16, 64), "float16", {}),
+    ((1, 2048, 10, 32, 32, 128), "float16", {}),
+    ((16, 128, 128, 16, 16, 32), "float16", {}),
 ], ids=str)
 def test_scratch_is_what_the_docstring_says(sizes, dtype, options):
     q, k, v = tensors(dtype, *sizes)
@@ -684,18 +685,16 @@ def unfused(q, k, v, scale):
 
 
 def race(dtype, seqlen, rounds=12):
-    """(tiled, unfused): the best times of a process of its own, in turns, until tiled is not behind."""
-    from time import perf_counter
-
+    """(tiled, unfused): the least processor time of each, in turns, until tiled is not behind."""
     q, k, v = tensors(dtype, 1, seqlen, seqlen, 2, 2, 64)
     problem, out = problem_of(q, k, v), np.empty_like(q)
     best = [np.inf, np.inf]
     for turn in range(rounds):
         for which, call in enumerate((lambda: cpu.attention(problem, q, k, v, out),
                                       lambda: unfused(q, k, v, problem.softmax_scale))):
-            start = perf_counter()
+            start = time.process_time()
             call()
-            best[which] = min(best[which], perf_counter() - start)
+            best[which] = min(best[which], time.process_time() - start)
         if turn >= 2 and best[0] <= best[1]:
             break
     return best
@@ -703,7 +702,7 @@ def race(dtype, seqlen, rounds=12):
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16", "float32"))
 def test_no_slower_than_unfused(dtype):
-    # One BLAS thread, in a process of its own: on shared cores, the waiting of threads would be measured.
+    # Processor time of one BLAS thread, in a process of its own: what else runs on the cores does not count.
     code = f"import test_cpu; print(*test_cpu.race({dtype!r}, 2048))"
     here = os.path.dirname(__file__)
     path = os.pathsep.join((here, os.path.dirname(here), os.environ.get("PYTHONPATH", "")))

@@ -341,7 +341,7 @@ def test_judge_rejects_a_lower_precision():
 
 
 def test_judge_rejects_by_each_of_its_budgets():
-    """Errors that only one of the three budgets catches: everywhere, at the largest, at the smallest element."""
+    """Errors that one of the three budgets alone catches: everywhere, where noise is large, where small."""
     arrays, options = case("causal", "float32", seed=3)
     truth, lse, noise, _ = oracle._exact(*arrays, **options)
     budget = oracle.judge(truth, lse, *arrays, **options)
