@@ -143,75 +143,106 @@ def _heads_in_group(problem: Problem, device: Device) -> tuple[int, str]:
 
 # --------------------------------------------------------------------------------------------------------------- simt
 
-_SIMT_HEAD_DIMS_V = (32, 64, 96, 128, 192, 256)      # few, since each is a kernel; all split into chunks of 32 to 128
-
+_SIMT_HEAD_DIMS_V = (32, 64, 96, 128, 192, 256)      # few, since each is a kernel; the warps of a group share them evenly
 
 # By words of a number: registers (of 255) that tiles may take. Measured over all of them: above, the compiler spills;
 # exp2 and tanh of float64 need some for themselves.
 _SIMT_REGISTERS = {1: 204, 2: 178}
+_SIMT_CHUNK_COST = 50       # instructions of a thread for a chunk, and for each load of one; for an element of S
+_SIMT_LOAD_COST = 4
+_SIMT_SOFTMAX_COST = 7
+_SIMT_ENDS = 8192           # keys: a tile of as many rows and keys would take twice as long
+_SIMT_ALONE = 0.98          # speed of a block that waits at its barriers with no other on the multiprocessor (H200: 0.975 to 1)
 
 
 class _SimtTile(NamedTuple):
     rows: int               # query rows of a lane; a warp has 4 lanes along them
+    keys: int               # keys of a lane; a warp has 8 lanes along them
     warps: int
-    block_n: int
-    chunk_k: int
-    chunk_v: int
+    group: int              # warps that share query rows, each with its part of the keys and of the columns of O
+    chunk_k: int            # columns of K in a buffer
+    chunk_v: int            # keys of V in a buffer
     smem: int
     blocks: int             # that share a multiprocessor
     registers: int          # that the tiles take in a lane
     traffic: float          # cycles of the shared-memory pipe for each cycle of multiply-adds
     speed: float            # share of the multiply-add rate to expect
 
+    @property
+    def block_m(self) -> int:
+        return self.warps // self.group * 4 * self.rows
+
+    @property
+    def block_n(self) -> int:
+        return self.group * 8 * self.keys
+
 
 def _simt_row_vec(words: int, rows: int) -> int:
-    """Rows of P that a lane reads at once (kRowVec): whole 16 bytes, or else 2 or 1."""
+    """Rows of Q or P that a lane reads at once (kRowVec): whole 16 bytes, or else 2 or 1."""
     return next(vec for vec in (4 // words, 2, 1) if rows % vec == 0)
 
 
-def _simt_pressure(words: int, head_dim_v: int, rows: int, keys: int, cols: int) -> int:
+def _simt_pressure(words: int, rows: int, keys: int, cols: int) -> int:
     """Registers of a lane for O, row sums and the larger of the two products: its sums, its operands."""
-    multiply_qk = rows * keys * words + keys * 4 + 4
+    multiply_qk = rows * keys * words + keys * 4 + rows * words
     multiply_pv = rows * cols * words + cols * words + rows * words
-    return rows * head_dim_v // 8 * words + 2 * rows * words + max(multiply_qk, multiply_pv)
+    return rows * cols * words + 2 * rows * words + max(multiply_qk, multiply_pv)
 
 
-def _simt_traffic(words: int, rows: int, keys: int, cols: int) -> float:
-    """Cycles of shared-memory reads for each cycle of multiply-adds, the mean of both products.
+def _simt_smem(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int, warps: int, group: int, chunk_k: int,
+               chunk_v: int) -> int:
+    """Bytes of SharedStorage: Q, two buffers, P, and a number for each row of each warp."""
+    block_n, groups = group * 8 * keys, warps // group
+    buffer = max(block_n * (chunk_k + 4 // words), chunk_v * head_dim_v)
+    return 4 * words * (groups * 4 * rows * head_dim + 2 * buffer
+                        + groups * block_n * (4 * rows + 2 * _simt_row_vec(words, rows)) + warps * 4 * rows)
+
+
+def _simt_speed(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int, warps: int, group: int, chunk_k: int,
+                chunk_v: int) -> tuple[float, float]:
+    """(cycles of the shared-memory pipe, share of multiply-adds in the cycles that issue) for each cycle of multiply-adds.
 
     A read of 16 bytes takes two cycles, as neighbouring lanes share addresses, and one of 8 bytes takes one. A
-    multiprocessor does 128 multiply-adds a cycle in float32 and 64 in float64 where it is fast.
+    multiprocessor does 128 multiply-adds a cycle in float32 and 64 in float64 where it is fast, and issues from 4 warps.
     """
     vec, row_vec = 4 // words, _simt_row_vec(words, rows)
-    row_cycles = rows // row_vec * max(1, row_vec * words // 2)
-    multiply_qk = 2 * (keys + rows) / (vec * rows * keys * words / 4)
-    multiply_pv = (2 * cols // vec + row_cycles) / (rows * cols * words / 4)
-    return (multiply_qk + multiply_pv) / 2
+    block_n, cols = group * 8 * keys, head_dim_v // group // 8
+    multiply_adds = words * rows * (keys * head_dim + cols * block_n)                          # cycles of a warp for a tile
+    wide_reads = keys * head_dim // vec + cols * block_n // vec
+    row_reads = (head_dim + block_n) * rows // row_vec
+    chunks, loads = head_dim // chunk_k + block_n // chunk_v, block_n * (head_dim + head_dim_v) // vec // (32 * warps)
+    others = (wide_reads + row_reads + _SIMT_CHUNK_COST * chunks + _SIMT_LOAD_COST * loads
+              + _SIMT_SOFTMAX_COST * words * rows * keys)
+    traffic = 4 * (2 * wide_reads + max(1, row_vec * words // 2) * row_reads) / multiply_adds
+    return traffic, multiply_adds / (multiply_adds + others)
 
 
 @functools.lru_cache(maxsize=None)
 def _simt_tile(words: int, head_dim: int, head_dim_v: int, smem_optin: int) -> _SimtTile | None:
     """The tile expected to be fastest. ``words``: registers of a number, 1 for float32 and 2 for float64.
 
-    A warp of w on a multiprocessor finds 1 of w + 1 cycles not used by the others; shared memory is a second limit.
+    A warp of w on a multiprocessor finds 1 of w + 1 cycles not used by the others; shared memory is a second limit. The
+    larger a tile, the longer its warps wait for each other at the ends of the keys that their rows see.
     """
     vec = 4 // words
     best = None
-    for rows, warps, block_n, chunk in itertools.product((8, 6, 4, 3, 2), (4, 8, 2, 1), (64, 32, 16), (128, 96, 64, 32)):
-        chunk_k, chunk_v = (max(c for c in range(32, chunk + 1, 32) if size % c == 0) for size in (head_dim, head_dim_v))
-        keys, cols = block_n // 8, chunk_v // 8
-        registers = _simt_pressure(words, head_dim_v, rows, keys, cols)
-        smem = 4 * words * (warps * 4 * rows * (head_dim + vec) + 2 * block_n * max(chunk_k + vec, chunk_v)
-                            + warps * block_n * (4 * rows + 2 * _simt_row_vec(words, rows)))
-        # A row of a chunk is at most one element a thread.
-        if registers > _SIMT_REGISTERS[words] or smem > smem_optin or max(chunk_k, chunk_v) > warps * 32:
+    for rows, keys, warps, group in itertools.product((8, 6, 4, 3, 2), (8, 6, 4, 2), (4, 8, 2, 1), (1, 2, 4)):
+        if warps % group or head_dim_v % (group * 8 * vec):
             continue
-        blocks = min(8 // warps, (smem_optin + _BLOCK_RESERVED_SMEM) // (smem + _BLOCK_RESERVED_SMEM))
-        traffic = _simt_traffic(words, rows, keys, cols)
-        speed = (1 - 1 / (warps * blocks + 1)) / max(1.0, traffic)
-        tile = _SimtTile(rows, warps, block_n, chunk_k, chunk_v, smem, blocks, registers, traffic, speed)
-        if best is None or (round(speed, 3), -traffic) > (round(best.speed, 3), -best.traffic):
-            best = tile
+        registers = _simt_pressure(words, rows, keys, head_dim_v // group // 8)
+        if registers > _SIMT_REGISTERS[words]:
+            continue
+        for chunk_k, chunk_v in itertools.product((64, 32, 16, 8), (64, 32, 16, 8, 4)):
+            smem = _simt_smem(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
+            # A row of a chunk of K is at most one element a thread.
+            if head_dim % chunk_k or group * 8 * keys % chunk_v or chunk_k > 32 * warps or smem > smem_optin:
+                continue
+            blocks = min(8 // warps, (smem_optin + _BLOCK_RESERVED_SMEM) // (smem + _BLOCK_RESERVED_SMEM))
+            traffic, issue = _simt_speed(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
+            ends = _SIMT_ENDS / (_SIMT_ENDS + warps // group * 4 * rows + group * 8 * keys)
+            speed = (1 - 1 / (warps * blocks + 1)) * min(issue, 1 / traffic) * ends * (_SIMT_ALONE if blocks == 1 else 1)
+            if best is None or (round(speed, 3), -traffic) > (round(best.speed, 3), -best.traffic):
+                best = _SimtTile(rows, keys, warps, group, chunk_k, chunk_v, smem, blocks, registers, traffic, speed)
     return best
 
 
@@ -235,30 +266,31 @@ def _refuse_simt(problem: Problem, device: Device) -> str | None:
 def _simt(problem: Problem, device: Device, refused) -> Config:
     words, head_dim, head_dim_v = _simt_sizes(problem)
     tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
-    block_m = tile.warps * 4 * tile.rows
     vec_bytes = _simt_vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
     out_vec_bytes = min(_simt_vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v),
                         4 // words * ITEMSIZE[problem.dtype])
     heads, heads_why = _heads_in_group(problem, device)
     constants = {
         **_shared_constants(problem),
-        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_M": block_m, "BLOCK_N": tile.block_n, "WARPS": tile.warps,
-        "CHUNK_K": tile.chunk_k, "CHUNK_V": tile.chunk_v, "SMEM_BYTES": tile.smem, "MIN_BLOCKS": tile.blocks,
-        "VEC_BYTES": vec_bytes, "OUT_VEC_BYTES": out_vec_bytes,
+        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "WARPS": tile.warps, "GROUP": tile.group, "CHUNK_K": tile.chunk_k, "CHUNK_V": tile.chunk_v,
+        "SMEM_BYTES": tile.smem, "MIN_BLOCKS": tile.blocks, "VEC_BYTES": vec_bytes, "OUT_VEC_BYTES": out_vec_bytes,
     }
     reasons = (
-        f"block_m = {block_m}, warps = {tile.warps}  # {tile.rows} query rows a lane: with {head_dim_v} columns of O and "
-        f"{tile.block_n} keys its tiles take {tile.registers} registers, above {_SIMT_REGISTERS[words]} the compiler spills",
-        f"block_n = {tile.block_n}  # reads of shared memory take {tile.traffic:.2f} of the time of the multiply-adds",
-        f"chunk_k = {tile.chunk_k}, chunk_v = {tile.chunk_v}  # columns of K and V in a buffer",
+        f"block_m = {tile.block_m}, warps = {tile.warps}, group = {tile.group}  # the warps of a group share rows; with "
+        f"{tile.rows} rows, {tile.keys} keys and {head_dim_v // tile.group // 8} columns of O a lane its tiles take "
+        f"{tile.registers} registers, above {_SIMT_REGISTERS[words]} the compiler spills",
+        f"block_n = {tile.block_n}  # {tile.keys} keys for each of 8 lanes and each warp of a group; reads of shared memory "
+        f"take {tile.traffic:.2f} of the time of the multiply-adds",
+        f"chunk_k = {tile.chunk_k}, chunk_v = {tile.chunk_v}  # columns of K and keys of V in a buffer",
         f"smem_bytes = {tile.smem}  # {tile.blocks} block{'s' * (tile.blocks > 1)} a multiprocessor, the limit of one is "
         f"{device.smem_optin}; up to {tile.speed:.0%} of the multiply-add rate to expect",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}, padded",
         f"vec_bytes = {vec_bytes}, out_vec_bytes = {out_vec_bytes}  # divide every address and every row",
         heads_why,
     )
-    return Config("fwd_simt", "simt", tuple(sorted(constants.items())), block_m, tile.block_n, tile.warps * 32, tile.smem,
-                  heads, reasons, refused)
+    return Config("fwd_simt", "simt", tuple(sorted(constants.items())), tile.block_m, tile.block_n, tile.warps * 32,
+                  tile.smem, heads, reasons, refused)
 
 
 # --------------------------------------------------------------------------------------------------------------- sm80

@@ -2,15 +2,18 @@
 //
 //   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
 //
-// A block computes kBlockM query rows of one head, a warp kWarpRows of them, alone from Q to output; float16 and bfloat16
-// are float from shared memory on. Online softmax: FlashAttention-2 (Dao 2023, Algorithm 1).
-//   Columns of K, then of V, come in chunks of kBlockN keys through two buffers, filled by all threads one chunk ahead:
+// A block computes kBlockM query rows of one head. kGroup warps share kGroupRows of them: each takes its part of the keys
+// of S and its part of the columns of O, so that the tiles of a lane stay square, with few reads for many multiply-adds, at
+// any head_dim. float16 and bfloat16 are float from shared memory on. Online softmax: FlashAttention-2 (Dao 2023, Algorithm
+// 1), whose max may lag: it moves, and O is rescaled, only when a logit exceeds it by 2^kMaxLag.
+//   Columns of K, then keys of V, come in chunks through two buffers, filled by all threads one chunk ahead:
 //     wait for chunk c; barrier (c has landed, c - 1 has been read); start copying c + 1; multiply by c.
-//   P goes through shared memory to the other lanes of its warp; the barrier of the first chunk of V lies in between.
+//   P goes through shared memory to all lanes of its group; the barrier of the first chunk of V lies in between.
 // A lane holds kRows x kKeys of S and kRows x kCols of O: rows by lane bits 0 and 4, keys and columns by bits 1 to 3, so that
-// in every 16-byte read neighbouring lanes share an address, which halves the cost of the read.
-// P V is summed by chunk and then added to O: one running sum over all keys would lose accuracy as they grow in number.
-// A warp skips tiles that its rows do not see, and masks only partial ones; there P = -1 says "masked: leave V alone".
+// in every 16-byte read neighbouring lanes share an address, which halves the cost of the read. Q and P lie transposed: of
+// the operands that a lane reads at once neighbours then go to neighbouring registers, thus to both register banks.
+// P V is summed by tile and then added to O: one running sum over all keys would lose accuracy as they grow in number.
+// A group skips tiles that its rows do not see, and masks only partial ones; there P = -1 says "masked: leave V alone".
 #include "attn/mask.cuh"
 #include "attn/params.cuh"
 #include "attn/schedule.cuh"
@@ -33,54 +36,70 @@ constexpr int kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kWarps = WARPS;
-constexpr int kChunkK = CHUNK_K;                // columns of K, and of V, in a buffer
-constexpr int kChunkV = CHUNK_V;
+constexpr int kGroup = GROUP;                   // warps that share query rows
+constexpr int kChunkK = CHUNK_K;                // columns of K in a buffer
+constexpr int kChunkV = CHUNK_V;                // keys of V in a buffer
 constexpr int kLoad = VEC_BYTES / sizeof(Element);      // elements a thread loads at once; divides head_dim, head_dim_v
 constexpr int kStore = OUT_VEC_BYTES / sizeof(Element); // elements of out stored at once; divides head_dim_v
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 
 constexpr int kThreads = kWarps * 32;
 constexpr int kLanesM = 4, kLanesN = 8;         // lanes of a warp along rows, and along keys or columns
-constexpr int kWarpRows = kBlockM / kWarps;
-constexpr int kRows = kWarpRows / kLanesM;      // rows, keys, and columns of a chunk of V, of a lane
-constexpr int kKeys = kBlockN / kLanesN;
-constexpr int kCols = kChunkV / kLanesN;
+constexpr int kGroups = kWarps / kGroup;
+constexpr int kGroupRows = kBlockM / kGroups;
+constexpr int kWarpKeys = kBlockN / kGroup;
+constexpr int kWarpCols = kHeadDimV / kGroup;
+constexpr int kRows = kGroupRows / kLanesM;     // rows, keys and columns of a lane
+constexpr int kKeys = kWarpKeys / kLanesN;
+constexpr int kCols = kWarpCols / kLanesN;
 constexpr int kChunksK = kHeadDim / kChunkK;
-constexpr int kChunksV = kHeadDimV / kChunkV;
+constexpr int kChunksV = kBlockN / kChunkV;
 constexpr int kChunks = kChunksK + kChunksV;
 constexpr int kVec = 16 / sizeof(R);            // elements of a 16-byte read of shared memory
-constexpr int kRowVec = kRows % kVec == 0 ? kVec : kRows % 2 == 0 ? 2 : 1;     // rows in one read of P
-constexpr int kPitchQ = kHeadDim + kVec;        // neighbouring rows begin in different bank groups
-constexpr int kPitchK = kChunkK + kVec;
-constexpr int kPitchV = kChunkV;
-constexpr int kPitchP = kWarpRows + 2 * kRowVec;        // lanes that write P side by side, neighbouring keys, do not collide
-constexpr int kBufferSize = kBlockN * (kPitchK > kPitchV ? kPitchK : kPitchV);
-static_assert(kHeadDim % kChunkK == 0 && kHeadDimV % kChunkV == 0, "whole chunks");
-static_assert(kChunkK % (2 * kVec) == 0 && kChunkV % (kLanesN * kVec) == 0, "whole 16-byte reads, without bank conflicts");
-static_assert(kRows * kLanesM * kWarps == kBlockM && kRows % kRowVec == 0 && kKeys * kLanesN == kBlockN, "whole lane tiles");
+constexpr int kRowVec = kRows % kVec == 0 ? kVec : kRows % 2 == 0 ? 2 : 1;     // rows in one read of Q or P
+constexpr int kPitchK = kChunkK + kVec;         // neighbouring keys begin in different bank groups
+constexpr int kPitchP = kGroupRows + 2 * kRowVec;       // lanes that write P side by side, neighbouring keys, do not collide
+constexpr int kBufferK = kBlockN * kPitchK, kBufferV = kChunkV * kHeadDimV;
+constexpr float kMaxLag = 8;                    // P is at most 2^kMaxLag
+static_assert(kWarps % kGroup == 0, "whole groups");
+static_assert(kHeadDim % kChunkK == 0 && kBlockN % kChunkV == 0, "whole chunks");
+static_assert(kChunkK % (2 * kVec) == 0 && kWarpCols % (kLanesN * kVec) == 0, "whole 16-byte reads, without bank conflicts");
+static_assert(kRows * kLanesM * kGroups == kBlockM && kRows % kRowVec == 0 && kKeys * kLanesN * kGroup == kBlockN,
+              "whole lane tiles");
 
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, R>;
 template <typename T, int kSize> struct alignas(sizeof(T) * kSize) Vec { T x[kSize]; };
 
 struct alignas(16) SharedStorage {
-  R sQ[kBlockM][kPitchQ];
-  R sKV[2][kBufferSize];                        // a chunk of K or V: kBlockN keys of kPitchK or kPitchV
-  R sP[kWarps][kBlockN][kPitchP];               // transposed: a lane reads neighbouring rows at once
+  R sQ[kGroups][kHeadDim][kGroupRows];          // transposed, as is P: a lane reads neighbouring rows at once
+  R sKV[2][kBufferK > kBufferV ? kBufferK : kBufferV];  // kBlockN keys of kPitchK, or kChunkV of kHeadDimV
+  R sP[kGroups][kBlockN][kPitchP];
+  R sRows[kWarps][kGroupRows];                  // what a warp tells its group: maxima, at the end sums
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
 // What a lane keeps of its rows from tile to tile.
 struct Rows {
-  R rO[kChunksV][kRows][kCols];
-  R max[kRows];                                 // of the logits, as base-2 exponents; the same in the eight lanes of a row
+  R rO[kRows][kCols];
+  R max[kRows];                                 // at least all logits - kMaxLag, as base-2 exponents; the same in the group
   R sum[kRows];                                 // of P over this lane's keys
 };
 
 DEV int lane_m() { return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2); }
 DEV int lane_n() { return threadIdx.x >> 1 & 7; }
-// Row `i` of this lane, counted from the first row of the warp, less lane_m() * kRowVec.
+// Row `i` of this lane, counted from the first row of the group, less lane_m() * kRowVec.
 DEV constexpr int row_step(int i) { return i / kRowVec * (kLanesM * kRowVec) + i % kRowVec; }
+
+// This lane's rows of a column of Q or P, which lie transposed.
+DEV void load_column(R (&x)[kRows], const R* src) {
+  #pragma unroll
+  for (int i = 0; i < kRows; i++) x[i] = ((const Vec<R, kRowVec>*)(src + row_step(i - i % kRowVec)))->x[i % kRowVec];
+}
+
+// `n` of 0 .. count - 1, to and fro: where one line ends the next begins, so that each multiply-add shares an operand with
+// the one before, which the reuse cache keeps: three new ones would take two cycles to read.
+DEV constexpr int turn(int n, int count, int line) { return line % 2 ? count - 1 - n : n; }
 
 // Converts and writes neighbouring elements to shared memory, 16 bytes at a time.
 DEV void store_vec(R* dst, const Vec<Element, kLoad>& x) {
@@ -106,13 +125,14 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
   if (col >= cols) rows = 0;
   src += first * row_stride + col;
   dst += first * kPitch + col;
-  #pragma unroll 1
+  rows -= first;
+  #pragma unroll (kAsync ? 8 : 1)
   for (int at = 0; at < kCount; at += kBatch * kRowsAtOnce) {
     Vec<Element, kLoad> x[kBatch];
     #pragma unroll
     for (int i = 0; i < kBatch; i++, src += kRowsAtOnce * row_stride) {
       const int step = at + i * kRowsAtOnce;
-      const bool inside = first + step < rows;
+      const bool inside = step < rows;
       if (kCount % kRowsAtOnce == 0 ? step >= kCount : first + step >= kCount) continue;
       if constexpr (kAsync) cp_async<VEC_BYTES>(shared_address(dst + step * kPitch), src, inside ? VEC_BYTES : 0);
       else x[i] = inside ? *(const Vec<Element, kLoad>*)src : Vec<Element, kLoad>{};
@@ -129,25 +149,31 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
 // Chunks alternate between the two buffers: those of K, then those of V, then those of the next tile.
 DEV int buffer_of(int tile, int chunk) { return (tile * kChunks + chunk) & 1; }
 
+// A lane takes a row: writes to shared memory are then neighbours.
 DEV void load_q(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int first_row) {
-  const Element* gQ = seq.gQ() + first_row * p.q_strides.row;
-  for (int col = 0; col < kHeadDim; col += kChunkK)
-    load_rows<kBlockM, kChunkK, kPitchQ>(s.sQ[0] + col, gQ + col, p.q_strides.row, seq.seqlen_q - first_row,
-                                         p.head_dim - col);
+  for (int at = threadIdx.x; at < kBlockM * (kHeadDim / kLoad); at += kThreads) {
+    const int row = at % kBlockM, col = at / kBlockM * kLoad;
+    Vec<Element, kLoad> x = {};
+    if (first_row + row < seq.seqlen_q && col < p.head_dim)
+      x = *(const Vec<Element, kLoad>*)(seq.gQ() + (first_row + row) * p.q_strides.row + col);
+    #pragma unroll
+    for (int j = 0; j < kLoad; j++) s.sQ[row / kGroupRows][col + j][row % kGroupRows] = to_real(x.x[j]);
+  }
 }
 
 // Starts copying a chunk.
 DEV void load_chunk(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int tile, int chunk) {
   R* dst = s.sKV[buffer_of(tile, chunk)];
-  const int first = tile * kBlockN, rows = seq.seqlen_k - first;
   if (chunk < kChunksK) {
-    const int col = chunk * kChunkK;
-    load_rows<kBlockN, kChunkK, kPitchK>(dst, seq.gK() + first * p.k_strides.row + col, p.k_strides.row, rows,
-                                         p.head_dim - col);
+    const int first = tile * kBlockN, col = chunk * kChunkK;
+    load_rows<kBlockN, kChunkK, kPitchK>(dst, seq.gK() + first * p.k_strides.row + col, p.k_strides.row,
+                                         seq.seqlen_k - first, p.head_dim - col);
   } else {
-    const int col = (chunk - kChunksK) * kChunkV;
-    load_rows<kBlockN, kChunkV, kPitchV>(dst, seq.gV() + first * p.v_strides.row + col, p.v_strides.row, rows,
-                                         p.head_dim_v - col);
+    const int first = tile * kBlockN + (chunk - kChunksK) * kChunkV;
+    constexpr int kCopyCols = kHeadDimV <= kThreads * kLoad ? kHeadDimV : 32;        // at most one load a thread for a row
+    for (int col = 0; col < kHeadDimV; col += kCopyCols)
+      load_rows<kChunkV, kCopyCols, kHeadDimV>(dst + col, seq.gV() + first * p.v_strides.row + col, p.v_strides.row,
+                                                seq.seqlen_k - first, p.head_dim_v - col);
   }
   cp_async_commit();
 }
@@ -164,34 +190,64 @@ DEV const R* next_chunk(SharedStorage& s, const Sequence<Element>& seq, const Fw
 
 // S += Q K^T over the columns of one chunk. All pointers are the lane's own.
 DEV void multiply_qk(R (&rS)[kRows][kKeys], const R* sQ, const R* sK) {
-  #pragma unroll 1
+  #pragma unroll (kVec / 2)
   for (int d = 0; d < kChunkK; d += kVec) {
     Vec<R, kVec> k[kKeys];
     #pragma unroll
     for (int j = 0; j < kKeys; j++) k[j] = *(const Vec<R, kVec>*)(sK + j * kLanesN * kPitchK + d);
     #pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      const Vec<R, kVec> q = *(const Vec<R, kVec>*)(sQ + row_step(i) * kPitchQ + d);
+    for (int e = 0; e < kVec; e++) {
+      R q[kRows];
+      load_column(q, sQ + (d + e) * kGroupRows);
       #pragma unroll
-      for (int ej = 0; ej < kVec * kKeys; ej++)
-        rS[i][ej % kKeys] = fma(q.x[ej / kKeys], k[ej % kKeys].x[ej / kKeys], rS[i][ej % kKeys]);
+      for (int n = 0; n < kRows * kKeys; n++) {
+        const int j = turn(n / kRows, kKeys, e), i = turn(n % kRows, kRows, n / kRows);
+        rS[i][j] = fma(q[i], k[j].x[e], rS[i][j]);
+      }
     }
   }
 }
 
-// P in place of raw products, to shared memory; max, sum and, where the max has moved, O follow.
-template <bool kPartial>
-DEV void softmax(Rows& rows, R (&rS)[kRows][kKeys], R* sP, const HeadScore& score, const HeadMask& mask, int first_row,
-                 int first_key) {
-  const R exponent_scale = score.exponent_scale();
-  // The mask seen from this lane's first row and key: what a row and key add to it is known when compiling.
-  const int num_keys = mask.seqlen_k - first_key, left = mask.left + first_row - first_key;
-  const int right = mask.right + first_row - first_key;
-  const auto visible = [=](int i, int j) {
+// Whether `x` holds for any lane of the warp or, as groups share rows, of the block: a barrier then.
+DEV bool any_warp(bool x) { return kGroup == 1 ? __any_sync(0xffffffff, x) : __syncthreads_or(x); }
+
+// Moves the max of all rows of a group to that of all logits so far. O and sum follow. `max`: of this lane's new logits.
+DEV void move_max(Rows& rows, R (&max)[kRows], SharedStorage& s, int warp) {
+  const int group = warp / kGroup, first = lane_m() * kRowVec;
+  #pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    #pragma unroll
+    for (int lane = 2; lane < 16; lane *= 2) max[i] = fmax(max[i], __shfl_xor_sync(0xffffffff, max[i], lane));
+    if (kGroup > 1 && lane_n() == 0) s.sRows[warp][first + row_step(i)] = max[i];
+  }
+  if (kGroup > 1) __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    #pragma unroll
+    for (int w = 0; w < kGroup && kGroup > 1; w++)
+      max[i] = fmax(max[i], s.sRows[group * kGroup + w][first + row_step(i)]);
+    const R alpha = max[i] > rows.max[i] ? exp2_fast(rows.max[i] - max[i]) : (R)1;
+    rows.max[i] = fmax(max[i], rows.max[i]);
+    rows.sum[i] *= alpha;
+    #pragma unroll
+    for (int c = 0; c < kCols; c++) rows.rO[i][c] *= alpha;
+  }
+}
+
+// Which of a lane's keys its rows see, counted from its first key and row: what a key and a row add is known when compiling.
+struct Visible {
+  int num_keys, left, right;
+  DEV Visible(const HeadMask& mask, int first_row, int first_key)
+      : num_keys(mask.seqlen_k - first_key), left(mask.left + first_row - first_key), right(mask.right + first_row - first_key) {}
+  DEV bool operator()(int i, int j) const {
     const int key = j * kLanesN, row = row_step(i);
     return (key < num_keys) & (!kMaskLeft | (key - row >= left)) & (!kMaskRight | (key - row <= right));   // no branches
-  };
-  R max[kRows];
+  }
+};
+
+// Logits in place of raw products, -inf where masked, and their max. Whether one exceeds the max so far by more than it may.
+template <bool kPartial>
+DEV bool apply_score_and_mask(R (&rS)[kRows][kKeys], R (&max)[kRows], const Rows& rows, const HeadScore& score, Visible visible) {
   bool moved = false;
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
@@ -202,21 +258,15 @@ DEV void softmax(Rows& rows, R (&rS)[kRows][kKeys], R* sP, const HeadScore& scor
       if (kPartial && !visible(i, j)) rS[i][j] = -infinity(R());
       x = fmax(x, rS[i][j]);
     }
-    #pragma unroll
-    for (int lane = 2; lane < 16; lane *= 2) x = fmax(x, __shfl_xor_sync(0xffffffff, x, lane));
-    max[i] = fmax(rows.max[i], x * exponent_scale);
-    moved |= max[i] > rows.max[i];
+    max[i] = x * score.exponent_scale();
+    moved |= max[i] - rows.max[i] > kMaxLag;    // from -inf every logit moves it but -inf, which gives a NaN here
   }
-  if (__any_sync(0xffffffff, moved)) {
-    #pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      const R alpha = max[i] > rows.max[i] ? exp2_fast(rows.max[i] - max[i]) : (R)1;
-      rows.max[i] = max[i];
-      rows.sum[i] *= alpha;
-      #pragma unroll
-      for (int c = 0; c < kChunksV * kCols; c++) rows.rO[c / kCols][i][c % kCols] *= alpha;
-    }
-  }
+  return moved;
+}
+
+// P in place of logits, to shared memory; sum follows.
+template <bool kPartial>
+DEV void softmax(Rows& rows, R (&rS)[kRows][kKeys], R* sP, R exponent_scale, Visible visible) {
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     const R subtract = rows.max[i] == -infinity(R()) ? (R)0 : rows.max[i];
@@ -240,45 +290,56 @@ DEV void softmax(Rows& rows, R (&rS)[kRows][kKeys], R* sP, const HeadScore& scor
     }
 }
 
-// O += P V over the columns of one chunk. All pointers are the lane's own.
-template <bool kPartial> DEV void multiply_pv(R (&rO)[kRows][kCols], const R* sP, const R* sV) {
-  R sum[kRows][kCols] = {};
-  #pragma unroll (kVec)
-  for (int key = 0; key < kBlockN; key++) {
+// sum += P V over the keys of one chunk. All pointers are the lane's own.
+template <bool kPartial> DEV void multiply_pv(R (&sum)[kRows][kCols], const R* sP, const R* sV) {
+  #pragma unroll (2 * kVec)
+  for (int key = 0; key < kChunkV; key++) {
     Vec<R, kVec> v[kCols / kVec];
+    R x[kRows];
     #pragma unroll
-    for (int j = 0; j < kCols / kVec; j++) v[j] = *(const Vec<R, kVec>*)(sV + key * kPitchV + j * (kLanesN * kVec));
+    for (int j = 0; j < kCols / kVec; j++) v[j] = *(const Vec<R, kVec>*)(sV + key * kHeadDimV + j * (kLanesN * kVec));
+    load_column(x, sP + key * kPitchP);
     #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      const R x = ((const Vec<R, kRowVec>*)(sP + key * kPitchP + row_step(i - i % kRowVec)))->x[i % kRowVec];
-      if (kPartial && x < 0) continue;          // 0 * V would be NaN where V is NaN or Inf
+      if (kPartial && x[i] < 0) continue;       // 0 * V would be NaN where V is NaN or Inf
       #pragma unroll
-      for (int j = 0; j < kCols; j++) sum[i][j] = fma(x, v[j / kVec].x[j % kVec], sum[i][j]);
+      for (int n = 0; n < kCols; n++) {
+        const int j = turn(n, kCols, i);
+        sum[i][j] = fma(x[i], v[j / kVec].x[j % kVec], sum[i][j]);
+      }
     }
   }
-  #pragma unroll
-  for (int i = 0; i < kRows * kCols; i++) rO[i / kCols][i % kCols] += sum[i / kCols][i % kCols];
 }
 
 // first_row and first_col are the lane's own.
-DEV void write_out(const Rows& rows, const Sequence<Element>& seq, const FwdParams& p, int first_row, int first_col) {
+DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Sequence<Element>& seq, const FwdParams& p, int first_row,
+                   int first_col) {
+  const int first = lane_m() * kRowVec, group = warp / kGroup;
+  #pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    #pragma unroll
+    for (int lane = 2; lane < 16; lane *= 2) rows.sum[i] += __shfl_xor_sync(0xffffffff, rows.sum[i], lane);
+    if (kGroup > 1 && lane_n() == 0) s.sRows[warp][first + row_step(i)] = rows.sum[i];
+  }
+  if (kGroup > 1) __syncthreads();
   Element* gO = seq.gO();
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     const int row = first_row + row_step(i);
-    R sum = rows.sum[i];
-    #pragma unroll
-    for (int lane = 2; lane < 16; lane *= 2) sum += __shfl_xor_sync(0xffffffff, sum, lane);
     if (row >= seq.seqlen_q) continue;
+    R sum = rows.sum[i];
+    if (kGroup > 1) sum = 0;
+    #pragma unroll
+    for (int w = 0; w < kGroup && kGroup > 1; w++) sum += s.sRows[group * kGroup + w][first + row_step(i)];
     const R inverse = sum == 0 ? (R)0 : 1 / sum;                // no visible key: O is 0
-    if (seq.wants_lse() && lane_n() == 0)
+    if (seq.wants_lse() && lane_n() == 0 && warp % kGroup == 0)
       seq.gLse()[row] = sum == 0 ? -infinity(R()) : (rows.max[i] + log2(sum)) * (R)0.693147180559945309417;
     #pragma unroll
-    for (int c = 0; c < kChunksV * kCols; c += kStore) {
+    for (int c = 0; c < kCols; c += kStore) {
       const int col = first_col + c / kVec * (kLanesN * kVec) + c % kVec;
       Vec<Element, kStore> x;
       #pragma unroll
-      for (int j = 0; j < kStore; j++) from_real(x.x[j], rows.rO[c / kCols][i][c % kCols + j] * inverse);
+      for (int j = 0; j < kStore; j++) from_real(x.x[j], rows.rO[i][c + j] * inverse);
       if (col < p.head_dim_v) *(Vec<Element, kStore>*)(gO + row * p.out_strides.row + col) = x;
     }
   }
@@ -291,15 +352,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
   const Sequence<Element> seq(p, work.batch, work.head);
   const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
   const HeadScore score(p);
-  const int block_row = work.m_block * kBlockM, warp = uniform(threadIdx.x / 32), warp_row = block_row + warp * kWarpRows;
+  const int warp = uniform(threadIdx.x / 32), group = warp / kGroup, part = warp % kGroup;
+  const int block_row = work.m_block * kBlockM, group_row = block_row + group * kGroupRows;
   const KeyTiles tiles = KeyTiles::of<kBlockN>(mask, block_row, min(block_row + kBlockM, seq.seqlen_q));
-  KeyTiles warp_tiles = {};                     // rows past the end visit none
-  if (warp_row < seq.seqlen_q)
-    warp_tiles = KeyTiles::of<kBlockN>(mask, warp_row, min(warp_row + kWarpRows, seq.seqlen_q));
+  KeyTiles group_tiles = {};                    // rows past the end visit none
+  int key_begin = 0, key_end = 0;
+  if (group_row < seq.seqlen_q) {
+    const int row_end = min(group_row + kGroupRows, seq.seqlen_q);
+    group_tiles = KeyTiles::of<kBlockN>(mask, group_row, row_end);
+    key_begin = uniform(mask.key_begin(group_row)), key_end = uniform(mask.key_end(row_end - 1));
+  }
+  // Whether the group sees any of `count` keys.
+  const auto sees = [=](int first, int count) { return (first < key_end) & (first + count > key_begin); };
 
-  R* sP = s.sP[warp][0] + lane_m() * kRowVec;
-  const int lane_row = warp_row + lane_m() * kRowVec;
-  const R* sQ = s.sQ[lane_row - block_row];
+  const int lane_row = group_row + lane_m() * kRowVec, lane_col = part * kWarpCols + lane_n() * kVec;
+  const R* sQ = s.sQ[group][0] + lane_m() * kRowVec;
+  const R* sP = s.sP[group][0] + lane_m() * kRowVec;
   Rows rows = {};
   #pragma unroll
   for (int i = 0; i < kRows; i++) rows.max[i] = -infinity(R());
@@ -310,25 +378,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
   }
   #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
-    const bool visited = tile >= warp_tiles.begin && tile < warp_tiles.end, partial = warp_tiles.is_partial(tile);
+    const bool visited = tile >= group_tiles.begin && tile < group_tiles.end, partial = group_tiles.is_partial(tile);
+    const int tile_key = tile * kBlockN, warp_key = tile_key + part * kWarpKeys;
     R rS[kRows][kKeys] = {};
     #pragma unroll 1
     for (int c = 0; c < kChunksK; c++) {
-      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end);
-      if (visited) multiply_qk(rS, sQ + c * kChunkK, sK + lane_n() * kPitchK);
+      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end) + (part * kWarpKeys + lane_n()) * kPitchK;
+      if (visited && sees(warp_key, kWarpKeys)) multiply_qk(rS, sQ + c * kChunkK * kGroupRows, sK);
     }
-    if (visited) {
-      const int lane_key = tile * kBlockN + lane_n();
-      R* lane_p = sP + lane_n() * kPitchP;
-      if (partial) softmax<true>(rows, rS, lane_p, score, mask, lane_row, lane_key);
-      else softmax<false>(rows, rS, lane_p, score, mask, lane_row, lane_key);
+    R max[kRows];
+    bool moved = false;
+    const Visible visible(mask, lane_row, warp_key + lane_n());
+    #pragma unroll
+    for (int i = 0; i < kRows; i++) max[i] = -infinity(R());
+    if (visited && partial) moved = apply_score_and_mask<true>(rS, max, rows, score, visible);
+    else if (visited) moved = apply_score_and_mask<false>(rS, max, rows, score, visible);
+    if (any_warp(moved)) move_max(rows, max, s, warp);
+    R* lane_p = s.sP[group][part * kWarpKeys + lane_n()] + lane_m() * kRowVec;
+    if (visited && partial) softmax<true>(rows, rS, lane_p, score.exponent_scale(), visible);
+    else if (visited) softmax<false>(rows, rS, lane_p, score.exponent_scale(), visible);
+    R sum[kRows][kCols] = {};
+    #pragma unroll 1
+    for (int c = 0; c < kChunksV; c++) {
+      const R* sV = next_chunk(s, seq, p, tile, kChunksK + c, tiles.end) + lane_col;
+      const R* chunk_p = sP + c * kChunkV * kPitchP;
+      if (!visited || !sees(tile_key + c * kChunkV, kChunkV)) continue;
+      if (partial) multiply_pv<true>(sum, chunk_p, sV);
+      else multiply_pv<false>(sum, chunk_p, sV);
     }
     #pragma unroll
-    for (int c = 0; c < kChunksV; c++) {
-      const R* sV = next_chunk(s, seq, p, tile, kChunksK + c, tiles.end) + lane_n() * kVec;
-      if (visited && partial) multiply_pv<true>(rows.rO[c], sP, sV);
-      else if (visited) multiply_pv<false>(rows.rO[c], sP, sV);
-    }
+    for (int i = 0; i < kRows * kCols; i++) rows.rO[i / kCols][i % kCols] += sum[i / kCols][i % kCols];
   }
-  write_out(rows, seq, p, lane_row, lane_n() * kVec);
+  write_out(rows, s, warp, seq, p, lane_row, lane_col);
 }

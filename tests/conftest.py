@@ -7,6 +7,9 @@ import tempfile
 
 import pytest
 
+# Before NumPy is imported: the threads of several processes' BLAS would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 
 def pytest_configure(config):
     # Before any worker of pytest-xdist starts, so that all share what one of them compiled.
@@ -32,5 +35,5 @@ def _no_gpu() -> str | None:
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "gpu" in item.keywords and (reason := _no_gpu()):
+        if item.get_closest_marker("gpu") and (reason := _no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -34,6 +34,7 @@ RUNS = {
     ),
     "misaligned": (NARROW | dict(head_dim=64), dict(causal=True), 4, False),
     "wide": (NARROW | dict(head_dim=256, head_dim_v=192), dict(causal=True), 0, False),
+    "several warps to a row": (SMALL | dict(head_dim=128, seqlen_k=300), dict(causal=True), 0, False),
     "no keys": (NARROW | dict(seqlen_k=0), {}, 0, False),
 }
 # All of them for one dtype of a kernel, since each is compiled; these for the others.

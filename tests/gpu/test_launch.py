@@ -307,7 +307,7 @@ def test_a_second_process_finds_its_kernel_on_disk(tmp_path):
         compiles, seconds = done.stdout.split()
         runs.append((int(compiles), float(seconds)))
     assert [compiles for compiles, _ in runs] == [1, 0, 0]
-    assert runs[0][1] < 10 and min(seconds for _, seconds in runs[1:]) < 0.2, runs
+    assert runs[0][1] < 10 and min(seconds for _, seconds in runs[1:]) < 0.5, runs
 
 
 # ------------------------------------------------------------------------------------------------------------
