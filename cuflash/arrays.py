@@ -61,7 +61,7 @@ class NumpyDoor:
     def to_numpy(self, x) -> np.ndarray:
         return x
 
-    def from_numpy(self, x: np.ndarray):
+    def from_numpy(self, x: np.ndarray, like):
         return x
 
 
@@ -156,7 +156,7 @@ class TorchDoor:
             return x.view(sys.modules["torch"].int16).numpy().view(numpy_dtype("bfloat16"))
         return x.numpy()
 
-    def from_numpy(self, x: np.ndarray):
+    def from_numpy(self, x: np.ndarray, like):
         torch = sys.modules["torch"]
         if x.dtype.name == "bfloat16":
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
@@ -184,8 +184,8 @@ class DlpackDoor:
     def to_numpy(self, x) -> np.ndarray:
         return np.asarray(x) if self.framework == "jax" else np.from_dlpack(x)
 
-    def from_numpy(self, x: np.ndarray):
-        return sys.modules["jax"].numpy.asarray(x) if self.framework == "jax" else x
+    def from_numpy(self, x: np.ndarray, like):
+        return sys.modules["jax"].device_put(x, like.device) if self.framework == "jax" else x
 
     def to_cupy(self, x):
         from .jit import import_cupy

@@ -52,7 +52,8 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     On a GPU the work is queued on the framework's current stream; nothing waits, and a CUDA graph can capture it once one
     such call has been made. Sums are float32 (float64 for float64); float32 is never rounded to TF32.
 
-    Memory: out, lse if asked for, and no scratch at all; on the CPU tiles of a size that does not depend on seqlen.
+    Memory: out, lse if asked for, and no scratch at all. On the CPU tiles of a fixed size and, for 16-bit inputs, K and V of
+    one head in float32.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.
@@ -149,15 +150,15 @@ def _on_cpu(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, o
     tensors = [x if x is None else door.to_numpy(x) for x in (q, k, v, out)]
     if views["q"].was_3d:
         tensors = [x if x is None else x[None] for x in tensors]
-    q, k, v, result = tensors
+    numpy_q, numpy_k, numpy_v, result = tensors
     if result is None:
         result = np.empty((stated.batch, stated.seqlen_q, stated.heads_q, stated.head_dim_v), arrays.numpy_dtype(stated.dtype))
-    lse = cpu.attention(stated, q, k, v, result)
+    lse = cpu.attention(stated, numpy_q, numpy_k, numpy_v, result)
     if views["q"].was_3d:
         result, lse = result[0], lse if lse is None else lse[0]
     if out is None:
-        out = door.from_numpy(result)
-    return (out, door.from_numpy(lse)) if return_lse else out
+        out = door.from_numpy(result, q)
+    return (out, door.from_numpy(lse, q)) if return_lse else out
 
 
 def _through_cupy(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out):
