@@ -8,6 +8,7 @@ read by their own attributes, since a DLPack exchange costs more than a launch.
 from __future__ import annotations
 
 import collections
+import functools
 import sys
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ def _from_bytes(strides, itemsize: int) -> tuple[int, ...]:
     return tuple(stride // itemsize for stride in strides)
 
 
+@functools.cache
 def numpy_dtype(name: str) -> np.dtype:
     """The NumPy dtype of a cuflash dtype name; bfloat16 is that of ml_dtypes."""
     if name == "bfloat16":
@@ -89,7 +91,7 @@ class CupyDoor:
     def ptr(self, x) -> int:
         return x.data.ptr
 
-    def empty(self, shape, dtype: str, device_id: int):
+    def empty(self, shape, dtype: str, like):
         import cupy
         return cupy.empty(shape, numpy_dtype(dtype))
 
@@ -104,8 +106,7 @@ class TorchDoor:
     def __init__(self):
         torch = sys.modules["torch"]
         self._dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-        self._empty, self._grad_enabled = torch.empty, torch.is_grad_enabled
-        self._devices = {}
+        self._grad_enabled = torch.is_grad_enabled
         if torch.version.cuda:
             self.stream = torch._C._cuda_getCurrentRawStream
 
@@ -144,11 +145,9 @@ class TorchDoor:
     def ptr(self, x) -> int:
         return x.data_ptr()
 
-    def empty(self, shape, dtype: str, device_id: int):
-        device = self._devices.get(device_id)
-        if device is None:
-            device = self._devices[device_id] = sys.modules["torch"].device("cuda", device_id)
-        return self._empty(shape, dtype=self._dtypes[dtype], device=device)
+    def empty(self, shape, dtype: str, like):
+        dtype = self._dtypes[dtype]
+        return like.new_empty(shape) if dtype is like.dtype else like.new_empty(shape, dtype=dtype)
 
     def to_numpy(self, x) -> np.ndarray:
         x = x.detach()

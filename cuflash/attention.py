@@ -84,26 +84,26 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
             if len(_prepared.calls) >= _MAX_PREPARED:
                 _prepared.calls.clear()
             _prepared.calls[key] = call
-    elif out is not None:
+    elif out is not None and call.may_overlap(pointers, door.ptr(out)):
         # Which memory out lies in is the one thing that two calls of one key can differ in.
         problem.check_overlap(door.view(out), {"q": door.view(q), "k": door.view(k), "v": door.view(v)})
     if _current_device() != call.device_id:
         import cupy
         with cupy.cuda.Device(call.device_id):
-            return _run(door, call, pointers, out)
-    return _run(door, call, pointers, out)
+            return _run(door, call, q, pointers, out)
+    return _run(door, call, q, pointers, out)
 
 
-def _run(door, call: Forward, pointers, out):
+def _run(door, call: Forward, q, pointers, out):
     device_id = call.device_id
     dtype = call.problem.dtype
     if out is None:
-        out = door.empty(call.out_shape, dtype, device_id)
+        out = door.empty(call.out_shape, dtype, q)
     if not call.problem.return_lse:
         if call.launch is not None:
             call.launch(door.stream(device_id), *pointers, door.ptr(out), 0)
         return out
-    lse = door.empty(call.lse_shape, call.problem.lse_dtype, device_id)
+    lse = door.empty(call.lse_shape, call.problem.lse_dtype, q)
     if call.launch is not None:
         call.launch(door.stream(device_id), *pointers, door.ptr(out), door.ptr(lse))
     return out, lse

@@ -11,7 +11,7 @@ import numpy as np
 
 from .arrays import View
 from .config import Config, Device, choose
-from .problem import Problem
+from .problem import Problem, byte_extent
 
 _STRIDES = [(f"{name}_strides", np.int64, 3) for name in ("q", "k", "v", "out")]
 _INTS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v", "window_left", "window_right",
@@ -105,6 +105,7 @@ class Forward:
         shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
         lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
         self.out_shape, self.lse_shape = (shape[1:], lse_shape[1:]) if q.was_3d else (shape, lse_shape)
+        self._extents = [byte_extent(view) for view in (*views, out) if view is not None]
         self.launch = None
         if problem.is_empty:
             return
@@ -115,6 +116,13 @@ class Forward:
         loaded = jit.load(config.kernel, kernel_constants(config), jit.arch_for(device.compute_capability), device_id,
                           config.smem_bytes, stream=stream)
         self.launch = Launch(config, loaded, grid_of(problem, config), forward_params(problem, config, q, k, v, strides))
+
+
+    def may_overlap(self, pointers, out: int) -> bool:
+        """Whether the addresses that out spans and those of an input meet; check_overlap then tells if they share any."""
+        *inputs, (out_first, out_end) = self._extents
+        return any(pointer + first < out + out_end and out + out_first < pointer + end
+                   for pointer, (first, end) in zip(pointers, inputs))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

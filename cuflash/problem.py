@@ -226,6 +226,15 @@ def check_overlap(out: View, views: dict[str, View]) -> None:
             raise ValueError(f"out must not overlap {name}: they share memory")
 
 
+def byte_extent(view: View) -> tuple[int, int]:
+    """First and past-the-last byte that a view reaches, counted from its pointer."""
+    if 0 in view.shape:
+        return 0, 0
+    itemsize = ITEMSIZE[view.dtype]
+    reach = [(size - 1) * stride * itemsize for size, stride in zip(view.shape, view.strides)]
+    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + itemsize
+
+
 class _Addresses:
     """The addresses of a view as NumPy sees arrays; nothing is ever read through it."""
 
