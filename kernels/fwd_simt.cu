@@ -151,13 +151,23 @@ DEV int buffer_of(int tile, int chunk) { return (tile * kChunks + chunk) & 1; }
 
 // A lane takes a row: writes to shared memory are then neighbours.
 DEV void load_q(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int first_row) {
-  for (int at = threadIdx.x; at < kBlockM * (kHeadDim / kLoad); at += kThreads) {
-    const int row = at % kBlockM, col = at / kBlockM * kLoad;
-    Vec<Element, kLoad> x = {};
-    if (first_row + row < seq.seqlen_q && col < p.head_dim)
-      x = *(const Vec<Element, kLoad>*)(seq.gQ() + (first_row + row) * p.q_strides.row + col);
+  constexpr int kCount = kBlockM * (kHeadDim / kLoad), kBatch = 8;     // kBatch loads in flight
+  #pragma unroll 1
+  for (int at = threadIdx.x; at < kCount; at += kBatch * kThreads) {
+    Vec<Element, kLoad> x[kBatch];
     #pragma unroll
-    for (int j = 0; j < kLoad; j++) s.sQ[row / kGroupRows][col + j][row % kGroupRows] = to_real(x.x[j]);
+    for (int i = 0; i < kBatch; i++) {
+      const int row = (at + i * kThreads) % kBlockM, col = (at + i * kThreads) / kBlockM * kLoad;
+      const bool inside = first_row + row < seq.seqlen_q && col < p.head_dim;
+      x[i] = inside ? *(const Vec<Element, kLoad>*)(seq.gQ() + (first_row + row) * p.q_strides.row + col) : Vec<Element, kLoad>{};
+    }
+    #pragma unroll
+    for (int i = 0; i < kBatch; i++) {
+      const int row = (at + i * kThreads) % kBlockM, col = (at + i * kThreads) / kBlockM * kLoad;
+      if (at + i * kThreads >= kCount) continue;
+      #pragma unroll
+      for (int j = 0; j < kLoad; j++) s.sQ[row / kGroupRows][col + j][row % kGroupRows] = to_real(x[i].x[j]);
+    }
   }
 }
 
@@ -373,8 +383,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
   for (int i = 0; i < kRows; i++) rows.max[i] = -infinity(R());
 
   if (tiles.begin < tiles.end) {
-    load_q(s, seq, p, block_row);
     load_chunk(s, seq, p, tiles.begin, 0);
+    load_q(s, seq, p, block_row);
   }
   #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
