@@ -854,7 +854,7 @@ def test_warmup_options_extend(no_gpu, built, tmp_path):
         and chosen(built, "HEAD_DIM_V") == [64, 128]
         and chosen(built, "MASK_LEFT") == [1]
     )
-    assert chosen(built, "SCORE") == [0, 2] and {variant.arch for variant in built} == {"sm_80", "sm_90"}
+    assert chosen(built, "SCORE") == [0, 1, 2] and {variant.arch for variant in built} == {"sm_80", "sm_90"}
 
 
 def test_warmup_takes_the_gpus_here(fake_gpu, tmp_path):
