@@ -230,7 +230,8 @@ def _find_door(x, name: str):
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer):
-            raise NotImplementedError(f"{name} is traced by JAX: cuflash.attention takes concrete arrays, outside jit, grad and vmap")
+            raise NotImplementedError(
+                f"{name} is traced by JAX: cuflash.attention takes concrete arrays, outside jit, grad and vmap")
         return _shared(DlpackDoor, "jax")
     if hasattr(x, "__dlpack__"):
         return _shared(DlpackDoor, "dlpack")

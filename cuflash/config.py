@@ -217,7 +217,7 @@ def _simt_speed(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int
     return traffic, multiply_adds / (multiply_adds + others)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _simt_tile(words: int, head_dim: int, head_dim_v: int, smem_optin: int) -> _SimtTile | None:
     """The tile expected to be fastest. ``words``: registers of a number, 1 for float32 and 2 for float64.
 
@@ -361,7 +361,8 @@ def _sm80(problem: Problem, device: Device, refused) -> Config:
         f"vec_bytes = {problem.alignment}  # {vec}",
         heads_why,
     )
-    return Config("fwd_sm80", "sm80", tuple(sorted(constants.items())), block_m, block_n, warps * 32, smem, heads, reasons, refused)
+    return Config("fwd_sm80", "sm80", tuple(sorted(constants.items())), block_m, block_n, warps * 32, smem, heads, reasons,
+                  refused)
 
 
 _REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}
