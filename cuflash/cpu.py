@@ -70,7 +70,7 @@ def attention(problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray,
     (float64 for float64), or None unless ``problem.return_lse``.
 
     Scratch, in elements of float32 (float64 for float64): at most 4 * TILE_ELEMENTS, plus seqlen_k *
-    (head_dim + head_dim_v), K and V of one head, where they must be converted for several query tiles.
+    (head_dim + head_dim_v), K and V of one head, where several query tiles read them and they are not packed.
     """
     accumulate = np.dtype("float64" if problem.dtype == "float64" else "float32")
     lse = None
@@ -128,16 +128,18 @@ def _slices(length: int, step: int):
 
 
 def _is_operand(x: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether BLAS reads the matrices (seqlen, dim) of x (batch, seqlen, heads, dim) as they lie."""
-    return x.dtype == dtype and x.strides[3] == x.itemsize and x.strides[1] >= x.shape[3] * x.itemsize
+    """Whether the matrices (seqlen, dim) of x (batch, seqlen, heads, dim) are packed.
+
+    BLAS would read others too, but some versions round differently then, and no result may depend on strides.
+    """
+    return x.dtype == dtype and x.strides[3] == x.itemsize and x.strides[1] == x.shape[3] * x.itemsize
 
 
 def _operand(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x (batch, heads, seqlen, dim), or a copy of it, such that BLAS reads its matrices as they lie."""
+    """x (batch, heads, seqlen, dim), or a copy of it, with packed matrices."""
     if _is_operand(x.swapaxes(1, 2), dtype):
         return x
-    # "K" keeps the axes in the order of memory, so the copy reads in one sweep; the last must stay innermost.
-    return x.astype(dtype, order="K" if x.strides[-1] == x.itemsize else "C")
+    return x.astype(dtype, order="C")
 
 
 def _rows(q: np.ndarray, group: int, dtype: np.dtype) -> np.ndarray:
