@@ -9,6 +9,7 @@ import struct
 
 import numpy as np
 
+from . import jit
 from .arrays import View
 from .config import Config, Device, choose
 from .problem import Problem, byte_extent
@@ -112,11 +113,9 @@ class Forward:
         device = device_of(device_id)
         config = choose(problem, device, tier)
         strides = out.strides if out is not None else contiguous_strides(shape)
-        from . import jit
         loaded = jit.load(config.kernel, kernel_constants(config), jit.arch_for(device.compute_capability), device_id,
                           config.smem_bytes, stream=stream)
         self.launch = Launch(config, loaded, grid_of(problem, config), forward_params(problem, config, q, k, v, strides))
-
 
     def may_overlap(self, pointers, out: int) -> bool:
         """Whether the addresses that out spans and those of an input meet; check_overlap then tells if they share any."""
@@ -133,8 +132,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 @functools.cache
 def device_of(device_id: int) -> Device:
     """What config.choose needs to know of a GPU, read once."""
-    from .jit import import_cupy
-    cupy = import_cupy()
+    cupy = jit.import_cupy()
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     return Device(
         compute_capability=(properties["major"], properties["minor"]),

@@ -12,7 +12,7 @@ import click
 from ..config import TIERS
 from ..problem import DTYPES, MAX_HEAD_DIM
 from . import environment
-from .options import DeviceChoice, json_option, to_stdout, write_json
+from .options import device_option, json_option, to_stdout, write_json
 
 _PEERS = ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4")
 _PEERS_WIDE = ("sdpa_efficient", "sdpa_math")
@@ -61,11 +61,7 @@ def library(name: str):
     metavar="NAMES",
     help="Comma-separated, none or all. Default: the fast ones installed.",
 )
-@click.option(
-    "--device",
-    type=DeviceChoice(),
-    help="Index of the GPU, or cpu for the NumPy path. The first GPU by default.",
-)
+@device_option
 @click.option("--quick", is_flag=True, help="Fewer runs.")
 @json_option
 def bench(head_dims, seqlens, causal, dtype, tokens, hidden, tier, peer_names, device, quick, json_file):

@@ -13,7 +13,7 @@ from .. import config, jit
 from ..problem import DTYPES
 from . import builds, environment, trial
 from .cases import CASES, Case
-from .options import DeviceChoice, json_option, one_line, to_stdout, write_json
+from .options import device_option, json_option, one_line, to_stdout, write_json
 
 
 class Job(NamedTuple):
@@ -45,11 +45,7 @@ class Job(NamedTuple):
     metavar="TEXT",
     help="Only cases with TEXT in their name; may be repeated.",
 )
-@click.option(
-    "--device",
-    type=DeviceChoice(),
-    help="Index of the GPU, or cpu for the NumPy path. The first GPU by default.",
-)
+@device_option
 @json_option
 @click.pass_context
 def check(ctx, quick, tiers, dtypes, words, device, json_file):

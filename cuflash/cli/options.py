@@ -116,3 +116,9 @@ def one_line(error: BaseException) -> str:
     if fault:
         return f"{first[:80]}{'...' * (len(first) > 80)}: {fault}"
     return first or type(error).__name__
+
+device_option = click.option(
+    "--device",
+    type=DeviceChoice(),
+    help="Index of the GPU, or cpu for the NumPy path. The first GPU by default.",
+)
