@@ -2,6 +2,8 @@
 
 ``attention`` is the truth, ``unfused`` is what plain attention in the inputs' own dtype makes of it, and
 ``judge`` holds a result against both: its error may be at most twice that of ``unfused``, plus a floor.
+``attention_backward``, ``unfused_backward`` and ``judge_backward`` are the same for the gradients, and the
+functions named ``varlen`` loop over the sequences of a packed batch.
 
 The conventions are those of the library, written down a second time on purpose:
 
@@ -10,10 +12,14 @@ The conventions are those of the library, written down a second time on purpose:
 * A logit is ``softmax_scale * q.k``, then ``softcap * tanh(logit / softcap)``, then masked.
 * A row that sees no key, or whose visible logits are all -inf, has out 0 and lse -inf. A row that sees a
   logit of nan or +inf has out and lse nan. A visible value of nan or inf reaches just the rows that see it.
+* Gradients pass through visible pairs only, and not through rows whose lse is -inf, whatever those hold.
+  ``contaminated`` says where nan and inf in visible places show in the gradients.
+* A packed row that no sequence covers has out 0, lse -inf and gradients of 0.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +27,10 @@ from scipy.special import logsumexp, softmax
 
 # Unit roundoff: the largest relative error of one rounding to nearest.
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+# What rounding may lose below all relative error: half a subnormal, or, in float32, one that was flushed to 0.
+_UNDERFLOW = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
+_LARGEST = {"float16": 65504.0, "bfloat16": 2.0**128 - 2.0**120, "float32": 2.0**128 - 2.0**104,
+            "float64": float(np.finfo(np.float64).max)}
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 
 # The floor, in units of the rounding error that no implementation can avoid (see `_exact`): one rounding is
@@ -123,38 +133,22 @@ def judge(out, lse, q, k, v, **options) -> Judgement:
     """
     truth, true_lse, noise, spread = _exact(q, k, v, **options)
     reference, _ = unfused(q, k, v, **options)
-    finite = np.isfinite(truth)
-    faults = []
+    return _judge(out, lse, truth, true_lse, noise, spread, reference, q.dtype)
 
-    result, reference = np.asarray(out), reference.astype(np.float64)
-    max_err = rms_err = scaled_err = np.inf
-    if result.shape != truth.shape:
-        faults.append(f"out has shape {result.shape}, not {truth.shape}")
-    else:
-        result = result.astype(np.float64)
+
+def _judge(out, lse, truth, true_lse, noise, spread, reference, dtype) -> Judgement:
+    finite, faults = np.isfinite(truth), []
+    result = _of_shape("out", out, truth, faults)
+    if result is not None:
         faults += _misplaced("out", result, truth)
-        max_err, rms_err, scaled_err = _errors(result, truth, noise, finite)
-    known = finite & np.isfinite(reference)     # where float32 logits overflow, only the floor is left
-    ref_max_err, ref_rms_err, ref_scaled_err = _errors(reference, truth, noise, known)
+    figures = _figures(result, truth, noise, reference, finite, faults)
 
-    floors = noise[finite]
-    # An RMS of few elements is as lucky as a maximum.
-    rms_floor = min(MAX_FLOOR, RMS_FLOOR + 2 / max(1, floors.size)**0.5)
-    max_budget = 2 * ref_max_err + MAX_FLOOR * float(floors.max(initial=0.0))
-    rms_budget = 2 * ref_rms_err + rms_floor * _rms(floors)
-    scaled_budget = 2 * ref_scaled_err + MAX_FLOOR
-    for name, error, budget in (("max error", max_err, max_budget), ("RMS error", rms_err, rms_budget),
-                                ("error over rounding noise", scaled_err, scaled_budget)):
-        if not error <= budget:
-            faults.append(f"{name} {error:.3g} is over {budget:.3g}")
-
-    lse_err, lse_budget = 0.0, 1e-13 if q.dtype == np.float64 else 1e-5
+    lse_err, lse_budget = 0.0, 1e-13 if dtype == np.float64 else 1e-5
     if lse is not None:
-        if np.shape(lse) != true_lse.shape:
+        lse = _of_shape("lse", lse, true_lse, faults)
+        if lse is None:
             lse_err = np.inf
-            faults.append(f"lse has shape {np.shape(lse)}, not {true_lse.shape}")
         else:
-            lse = np.asarray(lse).astype(np.float64)
             faults += _misplaced("lse", lse, true_lse)
             known = np.isfinite(true_lse)
             # Logits that cancel (|q| |k| far above their product) have an error that no lse can be free of.
@@ -162,9 +156,310 @@ def judge(out, lse, q, k, v, **options) -> Judgement:
             lse_err = float((np.abs(lse[known] - true_lse[known]) / unit).max(initial=0.0))
             if not lse_err <= lse_budget:
                 faults.append(f"lse error {lse_err:.3g} is over {lse_budget:.3g}")
-    return Judgement(max_err, rms_err, ref_max_err, ref_rms_err, max_budget, rms_budget,
-                     scaled_err, ref_scaled_err, scaled_budget,
-                     lse_err, lse_budget, not faults, "; ".join(faults))
+    return Judgement(**figures, lse_err=lse_err, lse_budget=lse_budget, ok=not faults, why="; ".join(faults))
+
+
+def _of_shape(name, result, truth, faults):
+    """The result in float64, or None and a fault if it has not the shape of the truth."""
+    if np.shape(result) != truth.shape:
+        faults.append(f"{name} has shape {np.shape(result)}, not {truth.shape}")
+        return None
+    return np.asarray(result).astype(np.float64)
+
+
+def _figures(result, truth, noise, reference, compared, faults, rows=None) -> dict[str, float]:
+    """The errors of result (None: of a wrong shape) and reference where ``compared``, and their budgets.
+
+    Adds to the faults what is over budget. ``rows`` is the number of errors that are independent, if not that
+    of elements.
+    """
+    max_err = rms_err = scaled_err = np.inf
+    if result is not None:
+        max_err, rms_err, scaled_err = _errors(result, truth, noise, compared)
+    reference = reference.astype(np.float64)
+    known = compared & np.isfinite(reference)   # where float32 logits overflow, only the floor is left
+    ref_max_err, ref_rms_err, ref_scaled_err = _errors(reference, truth, noise, known)
+
+    floors = noise[compared]
+    # An RMS of few elements is as lucky as a maximum.
+    rms_floor = min(MAX_FLOOR, RMS_FLOOR + 2 / max(1, floors.size if rows is None else rows)**0.5)
+    max_budget = 2 * ref_max_err + MAX_FLOOR * float(floors.max(initial=0.0))
+    rms_budget = 2 * ref_rms_err + rms_floor * _rms(floors)
+    scaled_budget = 2 * ref_scaled_err + MAX_FLOOR
+    for name, error, budget in (("max error", max_err, max_budget), ("RMS error", rms_err, rms_budget),
+                                ("error over rounding noise", scaled_err, scaled_budget)):
+        if result is not None and not error <= budget:
+            faults.append(f"{name} {error:.3g} is over {budget:.3g}")
+    return {"max_err": max_err, "rms_err": rms_err, "ref_max_err": ref_max_err, "ref_rms_err": ref_rms_err,
+            "max_budget": max_budget, "rms_budget": rms_budget, "scaled_err": scaled_err,
+            "ref_scaled_err": ref_scaled_err, "scaled_budget": scaled_budget}
+
+
+def attention_backward(dout, q, k, v, *, dlse=None, causal=False, window=None, softmax_scale=None, softcap=0.0):
+    """The gradients of ``sum(dout * out) + sum(dlse * lse)`` for the (out, lse) of `attention`.
+
+    dout is (batch, seqlen_q, heads_q, head_dim_v), dlse (batch, heads_q, seqlen_q) or None; q, k, v and the
+    options are those of `attention`. Returns (dq, dk, dv) in float64, of the shapes of q, k and v.
+
+    With the logits s, the weights P = softmax(s) and dP = dout v^T::
+
+        ds = P * (dP - sum(P * dP) + dlse)       # d out / d s, and d lse_i / d s_ij = P_ij
+        dq = scale * (ds * slope) k              # slope: 1 - tanh^2 of the softcap, 1 without
+        dk = scale * (ds * slope)^T q            # over all rows and query heads that read the key head
+        dv = P^T dout
+    """
+    return _exact_backward(dout, q, k, v, dlse, causal, window, softmax_scale, softcap)[0]
+
+
+def unfused_backward(dout, q, k, v, out=None, *, dlse=None, causal=False, window=None, softmax_scale=None,
+                     softcap=0.0):
+    """The gradients as plain attention in the dtype of the inputs has them.
+
+    Logits, softmax and the gradients of both in float32; the weights and ds rounded to the inputs' dtype
+    before their products, which are summed in float32, over a group of heads as well, and rounded once
+    (float32 and float64 stay in their dtype throughout). sum(P * dP) is taken as sum(dout * out), with out
+    in the inputs' dtype, that of `unfused` unless given. Returns (dq, dk, dv) in the inputs' dtype.
+    """
+    dtype = q.dtype
+    compute = np.float64 if dtype == np.float64 else np.float32
+    if out is None:
+        out = unfused(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap)[0]
+    dout, q, k, v, out = (np.asarray(x).astype(compute) for x in (dout, q, k, v, out))
+    dlse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), compute) if dlse is None else np.asarray(dlse, compute)
+    options = _Options.of(q, k, causal, window, softmax_scale, softcap)
+    scale = compute(options.scale)
+    dq, dk, dv = np.zeros(q.shape, compute), np.zeros(k.shape, compute), np.zeros(v.shape, compute)
+    for b, h, hk in _heads(q, k):
+        head_q, head_k, head_v, head_dout = q[b, :, h], k[b, :, hk], v[b, :, hk], dout[b, :, h]
+        logits = options.logits(head_q, head_k)
+        with np.errstate(all="ignore"):
+            row_max = logits.max(axis=1, keepdims=True, initial=-np.inf)
+            table = options.table & (row_max != -np.inf)
+            weights = np.where(table, np.exp(logits - row_max), compute(0))
+            weights = np.where(table, weights / weights.sum(axis=1, keepdims=True), compute(0))
+            delta = (head_dout * out[b, :, h]).sum(axis=1) - dlse[b, h]
+            ds = weights * (head_dout @ head_v.T - delta[:, None])
+            if options.softcap:
+                ds *= 1 - (logits / options.cap(compute))**2
+            ds = np.where(table, ds, compute(0)).astype(dtype).astype(compute)
+            weights = weights.astype(dtype).astype(compute)
+            dq[b, :, h] = scale * _through(ds, head_k, table)
+            dk[b, :, hk] += scale * _through(ds.T, head_q, table.T)
+            dv[b, :, hk] += _through(weights.T, head_dout, table.T)
+    with np.errstate(all="ignore"):
+        return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+
+
+def contaminated(dout, q, k, v, *, dlse=None, causal=False, window=None, softmax_scale=None, softcap=0.0):
+    """Where nan and inf of the inputs show in the gradients: (must, may) of dq, of dk and of dv, all of bool.
+
+    What ``may`` leaves out must be finite, what ``must`` holds may not be. A row is touched if its own q, dout
+    or dlse, or a key or value that it sees, is not finite. ``may`` is each touched row in dq, and each key that
+    a touched row sees in dk and dv (for dv, dlse and the values touch nothing). Rows of lse -inf pass nothing.
+
+    ``must`` counts only what no order of summation and no shortcut for weights of 0 can avoid: pairs with a
+    weight above 2^-100. All of a row that has no softmax, or whose dout, dlse or values are not finite, in dq
+    and in the dk of its keys; in dv the keys of the former, and the channels that are not finite in dout; and
+    the channels that are not finite in a k or q with a finite weight (which takes a softcap), in dq and dk.
+    """
+    dout, q, k, v = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v))
+    options = _Options.of(q, k, causal, window, softmax_scale, softcap)
+    bad_dout, bad_q, bad_k, bad_v = (~np.isfinite(x) for x in (dout, q, k, v))
+    bad_dlse = np.zeros((q.shape[0], q.shape[2], q.shape[1]), bool) if dlse is None else ~np.isfinite(dlse)
+    (must_dq, may_dq), (must_dk, may_dk), (must_dv, may_dv) = masks = [
+        (np.zeros(x.shape, bool), np.zeros(x.shape, bool)) for x in (q, k, v)]
+    with np.errstate(all="ignore"):
+        largest = options.scale * np.abs(q).max(initial=0) * np.abs(k).max(initial=0) * q.shape[3]
+    if np.isfinite(largest) and not any(x.any() for x in (bad_dout, bad_v, bad_dlse)):
+        return masks                        # all is finite, and so is every logit
+
+    def pairwise(pairs, channels):
+        """Which channels, rows x head_dim, have a partner in pairs."""
+        return pairs.astype(np.float64) @ channels.astype(np.float64) > 0
+
+    for b, h, hk in _heads(q, k):
+        logits = options.logits(q[b, :, h], k[b, :, hk])
+        weights, lse = _softmax(logits)
+        pairs = options.table & (lse != -np.inf)[:, None]
+        with np.errstate(invalid="ignore"):
+            strong = pairs & np.where(np.isnan(weights), logits != -np.inf, weights > 2.0**-100)
+        undefined = np.isnan(lse)[:, None]
+        own = bad_q[b, :, h].any(axis=1, keepdims=True) | bad_dout[b, :, h].any(axis=1, keepdims=True)
+        by_keys = undefined | own | pairwise(pairs, bad_k[b, :, hk].any(axis=1, keepdims=True))
+        by_values = bad_dlse[b, h][:, None] | pairwise(pairs, bad_v[b, :, hk].any(axis=1, keepdims=True))
+        touched = (by_keys | by_values) & pairs.any(axis=1, keepdims=True)
+        may_dq[b, :, h] = touched
+        may_dk[b, :, hk] |= (pairs & touched).any(axis=0)[:, None]
+        may_dv[b, :, hk] |= (pairs & by_keys).any(axis=0)[:, None]
+
+        lost = (undefined | bad_dout[b, :, h].any(axis=1, keepdims=True) | bad_dlse[b, h][:, None]
+                | pairwise(strong, bad_v[b, :, hk].any(axis=1, keepdims=True)))
+        must_dq[b, :, h] = (strong & lost).any(axis=1)[:, None] | pairwise(strong, bad_k[b, :, hk])
+        must_dk[b, :, hk] |= (strong & lost).any(axis=0)[:, None] | pairwise(strong.T, bad_q[b, :, h])
+        must_dv[b, :, hk] |= (strong & undefined).any(axis=0)[:, None] | pairwise(strong.T, bad_dout[b, :, h])
+    return masks
+
+
+@dataclass(frozen=True)
+class GradientJudgement:
+    """One gradient held against the truth and the unfused one; the fields are those of `Judgement`."""
+
+    max_err: float
+    rms_err: float
+    ref_max_err: float
+    ref_rms_err: float
+    max_budget: float
+    rms_budget: float
+    scaled_err: float
+    ref_scaled_err: float
+    scaled_budget: float
+    ok: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class BackwardJudgement:
+    """The judgements of the three gradients; ``ok`` if all are, ``why`` names the gradients that are not."""
+
+    dq: GradientJudgement
+    dk: GradientJudgement
+    dv: GradientJudgement
+
+    @property
+    def ok(self) -> bool:
+        return self.dq.ok and self.dk.ok and self.dv.ok
+
+    @property
+    def why(self) -> str:
+        judgements = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+        return "; ".join(f"{name}: {judgement.why}" for name, judgement in judgements.items() if not judgement.ok)
+
+
+def judge_backward(dq, dk, dv, dout, q, k, v, *, dlse=None, **options) -> BackwardJudgement:
+    """Judge dq, dk and dv, of the shapes of q, k and v, as the gradients that `attention_backward` gives.
+
+    Each must keep to the budget of `judge`, with `unfused_backward` for `unfused`. Elements that `contaminated`
+    lets be nan or inf are not compared; the others must be finite (inf only where the truth is past the
+    largest number of the dtype), and those that must not be finite are not. Rows that see nothing, and keys
+    that nothing sees, have gradients of exactly 0.
+    """
+    truths, noises = _exact_backward(dout, q, k, v, dlse, **options)
+    references = unfused_backward(dout, q, k, v, dlse=dlse, **options)
+    masks = contaminated(dout, q, k, v, dlse=dlse, **options)
+    return _judge_backward((dq, dk, dv), truths, noises, references, masks, str(q.dtype))
+
+
+def _judge_backward(results, truths, noises, references, masks, dtype: str) -> BackwardJudgement:
+    # The error of a row's lse is in all that the row gives to dv: as many are independent as q has rows.
+    rows = math.prod(truths[0].shape[:-1])
+    return BackwardJudgement(*(
+        _judge_gradient(*each, dtype, rows) for each in zip(results, truths, noises, references, masks)))
+
+
+def _judge_gradient(result, truth, noise, reference, masks, dtype: str, rows: int) -> GradientJudgement:
+    faults = []
+    must, may = masks
+    compared = ~may & np.isfinite(truth)
+    result = _of_shape("it", result, truth, faults)
+    if result is not None:
+        with np.errstate(invalid="ignore"):
+            past = compared & (result == np.copysign(np.inf, truth)) & (np.abs(truth) + 4 * noise > _LARGEST[dtype])
+        compared &= ~past
+        for what, wrong in (("not finite", ~np.isfinite(result) & compared),
+                            ("finite by mistake", np.isfinite(result) & must)):
+            if wrong.any():
+                place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
+                faults.append(f"{what} in {int(wrong.sum())} places, first at {place}: {result[place]} "
+                              f"for {truth[place]}")
+    figures = _figures(result, truth, noise, reference, compared, faults, rows)
+    return GradientJudgement(**figures, ok=not faults, why="; ".join(faults))
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=None, seqused_k=None, **options):
+    """`attention` of each sequence of a packed batch.
+
+    q is (total_q, heads_q, head_dim), k (total_k, heads_k, head_dim), v (total_k, heads_k, head_dim_v).
+    Sequence n has the rows from cu_seqlens_q[n] to cu_seqlens_q[n + 1] of q and likewise of k and v, or the
+    first seqused_q[n] and seqused_k[n] of them; the mask counts these lengths. Returns (out, lse) in float64:
+    (total_q, heads_q, head_dim_v), 0 in rows of no sequence, and (heads_q, total_q), -inf there.
+    """
+    return _exact_varlen(q, k, v, _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), options)[:2]
+
+
+def attention_varlen_backward(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=None, seqused_k=None,
+                              dlse=None, **options):
+    """`attention_backward` of each sequence of a packed batch, laid out as in `attention_varlen`.
+
+    dlse is (heads_q, total_q) or None. Returns (dq, dk, dv) in float64, 0 in rows of no sequence.
+    """
+    gradients = [np.zeros(np.shape(x)) for x in (q, k, v)]
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+        _scatter(gradients, rows, keys, attention_backward(
+            dout[None, rows], q[None, rows], k[None, keys], v[None, keys], dlse=_dlse_of(dlse, rows), **options))
+    return tuple(gradients)
+
+
+def judge_varlen(out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=None, seqused_k=None,
+                 **options) -> Judgement:
+    """Judge ``out`` and ``lse`` (or None) as what `attention_varlen` gives, by the rules of `judge`.
+
+    Rows of no sequence must be exactly 0, with an lse of -inf.
+    """
+    sequences = _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    reference = np.zeros((*q.shape[:2], v.shape[2]), q.dtype)
+    for rows, keys in sequences:
+        reference[rows] = unfused(q[None, rows], k[None, keys], v[None, keys], **options)[0][0]
+    return _judge(out, lse, *_exact_varlen(q, k, v, sequences, options), reference, q.dtype)
+
+
+def judge_varlen_backward(dq, dk, dv, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=None,
+                          seqused_k=None, dlse=None, **options) -> BackwardJudgement:
+    """Judge dq, dk and dv as what `attention_varlen_backward` gives, by the rules of `judge_backward`.
+
+    Rows of no sequence must be exactly 0.
+    """
+    dtype = q.dtype
+    truths, noises = ([np.zeros(x.shape) for x in (q, k, v)] for _ in range(2))
+    references = [np.zeros(x.shape, dtype) for x in (q, k, v)]
+    must, may = ([np.zeros(x.shape, bool) for x in (q, k, v)] for _ in range(2))
+    for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+        arrays = dout[None, rows], q[None, rows], k[None, keys], v[None, keys]
+        of_row = _dlse_of(dlse, rows)
+        truth, noise = _exact_backward(*arrays, of_row, **options)
+        _scatter(truths, rows, keys, truth)
+        _scatter(noises, rows, keys, noise)
+        _scatter(references, rows, keys, unfused_backward(*arrays, dlse=of_row, **options))
+        for which, masks in zip((must, may), zip(*contaminated(*arrays, dlse=of_row, **options))):
+            _scatter(which, rows, keys, masks)
+    return _judge_backward((dq, dk, dv), truths, noises, references, list(zip(must, may)), str(dtype))
+
+
+def _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q=None, seqused_k=None) -> list[tuple[slice, slice]]:
+    """(rows of q, rows of k and v) of each sequence; a seqused past its slot ends with it."""
+    def slots(cu_seqlens, seqused):
+        for n, (start, stop) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:])):
+            yield slice(int(start), int(stop if seqused is None else min(stop, start + seqused[n])))
+    return list(zip(slots(cu_seqlens_q, seqused_q), slots(cu_seqlens_k, seqused_k)))
+
+
+def _dlse_of(dlse, rows):
+    return None if dlse is None else dlse[None, :, rows]
+
+
+def _scatter(packed, rows, keys, values):
+    """Put (dq, dk, dv), or what has their shapes, of one sequence in its place."""
+    for array, place, value in zip(packed, (rows, keys, keys), values):
+        array[place] = value[0]
+
+
+def _exact_varlen(q, k, v, sequences, options):
+    """What `_exact` gives, packed; without noise in rows of no sequence."""
+    out, noise = (np.zeros((*q.shape[:2], v.shape[2])) for _ in range(2))
+    lse, spread = np.full((q.shape[1], q.shape[0]), -np.inf), np.zeros((q.shape[1], q.shape[0]))
+    for rows, keys in sequences:
+        of_out, of_lse, of_noise, of_spread = _exact(q[None, rows], k[None, keys], v[None, keys], **options)
+        out[rows], noise[rows], lse[:, rows], spread[:, rows] = of_out[0], of_noise[0], of_lse[0], of_spread[0]
+    return out, lse, noise, spread
 
 
 @dataclass(frozen=True)
@@ -180,15 +475,28 @@ class _Options:
         scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
         return cls(visible(q.shape[1], k.shape[1], causal, window), float(scale), float(softcap))
 
+    def cap(self, number):
+        """The softcap as a number of that type: 1e300 is no cap, not inf * tanh(0)."""
+        limits = np.finfo(number)
+        return number(np.clip(self.softcap, float(limits.tiny), float(limits.max)))
+
     def logits(self, q, k):
         """(seqlen_q, seqlen_k) of one head's q (seqlen_q, head_dim) and k (seqlen_k, head_dim)."""
-        number, limits = q.dtype.type, np.finfo(q.dtype)
+        number = q.dtype.type
         with np.errstate(all="ignore"):
             logits = (q @ k.T) * number(self.scale)
             if self.softcap:
-                cap = number(np.clip(self.softcap, float(limits.tiny), float(limits.max)))   # 1e300: no cap
+                cap = self.cap(number)
                 logits = cap * np.tanh(logits / cap)
         return np.where(self.table, logits, number(-np.inf))
+
+    def slope(self, q, k):
+        """The derivative of a logit by the same logit without softcap, as exact as its argument."""
+        if not self.softcap:
+            return np.ones(self.table.shape, q.dtype)
+        number = q.dtype.type
+        with np.errstate(all="ignore"):
+            return np.cosh((q @ k.T) * number(self.scale) / self.cap(number)) ** -2
 
 
 def _heads(q, k):
@@ -212,13 +520,17 @@ def _weighted_values(weights, v, table):
 
     A row without weights (all 0: nothing to see) stays 0; one whose weights are nan becomes nan.
     """
-    finite = np.isfinite(v)
+    return _through(weights, v, table & (weights != 0).any(axis=1)[:, None])
+
+
+def _through(pairs, x, table):
+    """pairs @ x (pairs 0 outside of the table), where nan and inf in x go through pairs of the table only."""
+    finite = np.isfinite(x)
     with np.errstate(all="ignore"):
-        out = weights @ np.where(finite, v, v.dtype.type(0))
-        live = (weights != 0).any(axis=1)
-        for key in np.flatnonzero(~finite.all(axis=1)):
-            rows = live & table[:, key]
-            out[rows] += weights[rows, key, None] * np.where(finite[key], v.dtype.type(0), v[key])
+        out = pairs @ np.where(finite, x, x.dtype.type(0))
+        for n in np.flatnonzero(~finite.all(axis=1)):
+            rows = table[:, n]
+            out[rows] += pairs[rows, n, None] * np.where(finite[n], x.dtype.type(0), x[n])
     return out
 
 
@@ -253,6 +565,84 @@ def _exact(q, k, v, causal=False, window=None, softmax_scale=None, softcap=0.0):
     return out, lse, noise, spread
 
 
+def _exact_backward(dout, q, k, v, dlse=None, causal=False, window=None, softmax_scale=None, softcap=0.0):
+    """(dq, dk, dv) of `attention_backward`, and the error that rounding alone may cause in each element.
+
+    As in `_exact`, all independent roundings are summed as squares: each weight in dv, each ds in dq and dk is
+    rounded once to the inputs' dtype, and the gradient itself. So are the weights in out, and out, before
+    sum(dout * out), an error that a whole row shares. In the accumulation dtype, a weight is off by the
+    roundoff of its logit and of lse, here and in out, dP and sum(dout * out) by one of |dout| |v| and |dout|
+    |out|, the slope of a softcap by one of 1, and a sum of n terms by sqrt(n) of the sum of their magnitudes.
+    An element that no pair takes part in has none. In float64 the truth errs as much as the result, together
+    with the unfused one, which then measures nothing: four times the noise.
+    """
+    name = str(q.dtype)
+    unit, accumulation = ROUNDOFF[name], ROUNDOFF["float64" if name == "float64" else "float32"]
+    tiny, flushed = _UNDERFLOW[name], _UNDERFLOW["float64" if name == "float64" else "float32"]
+    dout, q, k, v = (np.asarray(x).astype(np.float64) for x in (dout, q, k, v))
+    options = _Options.of(q, k, causal, window, softmax_scale, softcap)
+    dlse = np.zeros((q.shape[0], q.shape[2], q.shape[1])) if dlse is None else np.asarray(dlse, np.float64)
+    dq, dk, dv = gradients = tuple(np.zeros(x.shape) for x in (q, k, v))
+    squares, sums = (tuple(np.zeros(x.shape) for x in (q, k, v)) for _ in range(2))
+    any_pair = tuple(np.zeros((*x.shape[:3], 1), bool) for x in (q, k, v))
+    terms = q.shape[1] * max(1, q.shape[2] // max(1, k.shape[2]))      # of a sum in dk and dv
+
+    for b, h, hk in _heads(q, k):
+        head_q, head_k, head_v, head_dout = q[b, :, h], k[b, :, hk], v[b, :, hk], dout[b, :, h]
+        weights, lse = _softmax(options.logits(head_q, head_k))
+        pairs = options.table & (lse != -np.inf)[:, None]
+        weights, slope = np.where(pairs, weights, 0), options.slope(head_q, head_k)
+        with np.errstate(all="ignore"):
+            dp = head_dout @ head_v.T
+            delta = np.where(pairs, weights * dp, 0).sum(axis=1)
+            change = dp - delta[:, None] + dlse[b, h][:, None]
+            ds = np.where(pairs, weights * change * slope, 0)
+            dq[b, :, h] = options.scale * _through(ds, head_k, pairs)
+            dk[b, :, hk] += options.scale * _through(ds.T, head_q, pairs.T)
+            dv[b, :, hk] += _through(weights.T, head_dout, pairs.T)
+
+        # From here on without what is not finite: it counts in no element that is compared.
+        weights, slope, change, ds = (np.where(pairs, _magnitudes(x), 0) for x in (weights, slope, change, ds))
+        size_q, size_k, size_v, size_dout = map(_magnitudes, (head_q, head_k, head_v, head_dout))
+        longest_k = np.where(pairs, _norms(size_k), 0).max(axis=1, initial=0.0)
+        logit = accumulation * abs(options.scale) * _norms(size_q) * longest_k
+        weight = (logit + accumulation * (4 + _magnitudes(lse)))[:, None]        # relative
+        out = np.where(pairs, weights, 0) @ np.where(np.isfinite(head_v), head_v, 0)
+        rounded_out = unit * np.hypot(np.linalg.norm(size_dout * out, axis=1),
+                                      np.linalg.norm(weights * _magnitudes(dp), axis=1))[:, None]
+        products = _norms(size_dout)[:, None] * (_norms(size_v) + _norms(out)[:, None])
+        products += _magnitudes(dlse[b, h])[:, None]
+        in_out = weight * (weights * change).sum(axis=1, keepdims=True)
+        in_ds = weights * slope * (weight * change + in_out + accumulation * products)
+        if options.softcap:
+            in_ds += weights * change * (4 * accumulation + slope * 2 * logit[:, None] / options.cap(np.float64))
+        ds_rounded = np.where(pairs, unit * ds + tiny + flushed * change, 0)
+        weight_rounded = np.where(pairs, unit * weights + tiny, 0)
+        signed_k = np.where(np.isfinite(head_k), head_k, 0)
+
+        squares[0][b, :, h] = ds_rounded**2 @ size_k**2
+        sums[0][b, :, h] = ((in_ds + accumulation * len(head_k)**0.5 * ds) @ size_k
+                            + rounded_out * np.abs((weights * slope) @ signed_k))
+        squares[1][b, :, hk] += (ds_rounded**2 + (weights * slope * rounded_out)**2).T @ size_q**2
+        sums[1][b, :, hk] += (in_ds + accumulation * terms**0.5 * ds).T @ size_q
+        squares[2][b, :, hk] += (weight_rounded**2).T @ size_dout**2
+        sums[2][b, :, hk] += (weights * (weight + accumulation * terms**0.5)).T @ size_dout
+        any_pair[0][b, :, h] = pairs.any(axis=1)[:, None]
+        any_pair[1][b, :, hk] |= pairs.any(axis=0)[:, None]
+    any_pair[2][...] = any_pair[1]
+
+    scales, factor = (abs(options.scale), abs(options.scale), 1.0), 4 if name == "float64" else 1
+    return gradients, tuple(
+        np.where(some, factor * (scale * (np.sqrt(square) + total) + unit * _magnitudes(gradient) + tiny), 0)
+        for gradient, square, total, some, scale in zip(gradients, squares, sums, any_pair, scales))
+
+
+def _magnitudes(x):
+    """|x|, and 0 where it is not finite, or so large that its square is not."""
+    with np.errstate(all="ignore"):
+        return np.where(np.isfinite(x) & (np.abs(x) < 1e150), np.abs(x), 0)
+
+
 def _norms(rows):
     """Euclidean norm of each row, 0 where it is not finite: such a row makes no finite logit."""
     with np.errstate(all="ignore"):
@@ -263,9 +653,9 @@ def _norms(rows):
 def _errors(result, truth, noise, finite) -> tuple[float, float, float]:
     """Largest, RMS and scaled error over the elements where the truth is finite."""
     with np.errstate(all="ignore"):
-        error = np.abs(result - truth)
-        return (float(error[finite].max(initial=0.0)), _rms(error[finite]),
-                float((error / noise)[finite].max(initial=0.0)))
+        error = np.abs(result - truth)[finite]
+        scaled = np.where(error == 0, 0, error / noise[finite])        # noise 0: nothing but the truth will do
+    return float(error.max(initial=0.0)), _rms(error), float(scaled.max(initial=0.0))
 
 
 def _rms(x) -> float:

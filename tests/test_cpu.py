@@ -65,8 +65,8 @@ def check(q, k, v, **options):
     return out, lse
 
 
-TILES = ("TILE_ROWS", "TILE_KEYS", "TILE_ELEMENTS", "HEADS_ELEMENTS", "CACHE_ELEMENTS")
-SHIPPED, SMALL = tuple(getattr(cpu, name) for name in TILES), (32, 16, 512, 600, 100)
+TILES = ("TILE_ROWS", "TILE_KEYS", "TILE_ELEMENTS", "HEADS_ELEMENTS", "CACHE_ELEMENTS", "BACKWARD_ROWS", "BACKWARD_KEYS")
+SHIPPED, SMALL = tuple(getattr(cpu, name) for name in TILES), (32, 16, 512, 600, 100, 32, 16)
 
 
 @pytest.fixture
