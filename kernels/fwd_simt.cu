@@ -23,11 +23,6 @@
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 
-template <int> struct ElementOf;
-template <> struct ElementOf<0> { using type = half; };
-template <> struct ElementOf<1> { using type = bf16; };
-template <> struct ElementOf<2> { using type = float; };
-template <> struct ElementOf<3> { using type = double; };
 using Element = ElementOf<DTYPE>::type;
 using R = Real<Element>;                        // of every product, sum and tile in shared memory
 
@@ -84,6 +79,17 @@ struct Rows {
   R rO[kRows][kCols];
   R max[kRows];                                 // at least all logits - kMaxLag, as base-2 exponents; the same in the group
   R sum[kRows];                                 // of P over this lane's keys
+};
+
+// Row 0 of the arrays of one query head.
+struct Head : Sequence {
+  int head;
+  DEV Head(const FwdParams& p, const Work& work) : Sequence(p, work), head(work.head) {}
+  DEV const Element* gQ() const { return query_rows((const Element*)p.q, p.q_strides, head); }
+  DEV const Element* gK() const { return key_rows((const Element*)p.k, p.k_strides, head_k(head)); }
+  DEV const Element* gV() const { return key_rows((const Element*)p.v, p.v_strides, head_k(head)); }
+  DEV Element* gO() const { return query_rows((Element*)p.out, p.out_strides, head); }
+  DEV R* gLse() const { return (R*)p.lse + row_index(head); }
 };
 
 DEV int lane_m() { return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2); }
@@ -150,7 +156,7 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
 DEV int buffer_of(int tile, int chunk) { return (tile * kChunks + chunk) & 1; }
 
 // A lane takes a row: writes to shared memory are then neighbours.
-DEV void load_q(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int first_row) {
+DEV void load_q(SharedStorage& s, const Head& seq, const FwdParams& p, int first_row) {
   constexpr int kCount = kBlockM * (kHeadDim / kLoad), kBatch = 8;     // kBatch loads in flight
   #pragma unroll 1
   for (int at = threadIdx.x; at < kCount; at += kBatch * kThreads) {
@@ -172,7 +178,7 @@ DEV void load_q(SharedStorage& s, const Sequence<Element>& seq, const FwdParams&
 }
 
 // Starts copying a chunk.
-DEV void load_chunk(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int tile, int chunk) {
+DEV void load_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk) {
   R* dst = s.sKV[buffer_of(tile, chunk)];
   if (chunk < kChunksK) {
     const int first = tile * kBlockN, col = chunk * kChunkK;
@@ -189,7 +195,7 @@ DEV void load_chunk(SharedStorage& s, const Sequence<Element>& seq, const FwdPar
 }
 
 // Waits for chunk `chunk` of a tile and starts the one after it. Returns the buffer it is in.
-DEV const R* next_chunk(SharedStorage& s, const Sequence<Element>& seq, const FwdParams& p, int tile, int chunk,
+DEV const R* next_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk,
                         int tile_end) {
   cp_async_wait<0>();
   __syncthreads();                              // the chunk has landed for all; all have read the one before
@@ -322,7 +328,7 @@ template <bool kPartial> DEV void multiply_pv(R (&sum)[kRows][kCols], const R* s
 }
 
 // first_row and first_col are the lane's own.
-DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Sequence<Element>& seq, const FwdParams& p, int first_row,
+DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Head& seq, const FwdParams& p, int first_row,
                    int first_col) {
   const int first = lane_m() * kRowVec, group = warp / kGroup;
   #pragma unroll
@@ -336,20 +342,22 @@ DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Sequence<Elemen
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     const int row = first_row + row_step(i);
-    if (row >= seq.seqlen_q) continue;
+    if (row >= seq.rows_q) continue;
+    const bool takes_part = !kVarlen || row < seq.seqlen_q;
     R sum = rows.sum[i];
     if (kGroup > 1) sum = 0;
     #pragma unroll
     for (int w = 0; w < kGroup && kGroup > 1; w++) sum += s.sRows[group * kGroup + w][first + row_step(i)];
+    if (!takes_part) sum = 0;
     const R inverse = sum == 0 ? (R)0 : 1 / sum;                // no visible key: O is 0
-    if (seq.wants_lse() && lane_n() == 0 && warp % kGroup == 0)
+    if (p.lse && lane_n() == 0 && warp % kGroup == 0)
       seq.gLse()[row] = sum == 0 ? -infinity(R()) : (rows.max[i] + log2(sum)) * (R)0.693147180559945309417;
     #pragma unroll
     for (int c = 0; c < kCols; c += kStore) {
       const int col = first_col + c / kVec * (kLanesN * kVec) + c % kVec;
       Vec<Element, kStore> x;
       #pragma unroll
-      for (int j = 0; j < kStore; j++) from_real(x.x[j], rows.rO[i][c + j] * inverse);
+      for (int j = 0; j < kStore; j++) from_real(x.x[j], takes_part ? rows.rO[i][c + j] * inverse : (R)0);
       if (col < p.head_dim_v) *(Vec<Element, kStore>*)(gO + row * p.out_strides.row + col) = x;
     }
   }
@@ -358,12 +366,13 @@ DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Sequence<Elemen
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(const FwdParams p) {
   extern __shared__ __align__(16) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
-  const Work work = work_of_block(blockIdx.x, p);
-  const Sequence<Element> seq(p, work.batch, work.head);
+  const Work work = work_of_block<kQuerySide>(blockIdx.x, p);
+  if (work.batch < 0) return;
+  const Head seq(p, work);
   const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
   const HeadScore score(p);
   const int warp = uniform(threadIdx.x / 32), group = warp / kGroup, part = warp % kGroup;
-  const int block_row = work.m_block * kBlockM, group_row = block_row + group * kGroupRows;
+  const int block_row = work.tile * kBlockM, group_row = block_row + group * kGroupRows;
   const KeyTiles tiles = KeyTiles::of<kBlockN>(mask, block_row, min(block_row + kBlockM, seq.seqlen_q));
   KeyTiles group_tiles = {};                    // rows past the end visit none
   int key_begin = 0, key_end = 0;

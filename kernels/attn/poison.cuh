@@ -29,6 +29,26 @@ template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfi
   return found;
 }
 
+// NaN and Inf of a tile of kRows rows become 0, and mark(row) is called for every row that had any. A thread answers for its own
+// part.
+template <typename T, typename Layout, int kRows, int kThreads, typename Mark>
+DEV void clear_nonfinite(u32 tile, u32 thread, Mark mark) {
+  #pragma unroll 4
+  for (u32 at = thread * 16; at < kRows * Layout::kRowBytes; at += kThreads * 16) {
+    Chunk c = load_shared(tile + at);
+    u32 keep[4], kept = ~0u;
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      keep[i] = (is_nonfinite<T>(c.word[i]) ? 0 : 0xffffu) | (is_nonfinite<T>(c.word[i] >> 16) ? 0 : 0xffff0000u);
+      c.word[i] &= keep[i];
+      kept &= keep[i];
+    }
+    if (kept == ~0u) continue;
+    store_shared(tile + at, c);
+    mark(at / Layout::kRowBytes);
+  }
+}
+
 // B fragment of ones where the elements of `v` are of the class: 0 NaN, 1 +Inf, 2 -Inf.
 template <typename T, int kClass> DEV u32 class_ones(u32 v) {
   u32 ones = 0;
@@ -43,9 +63,10 @@ template <typename T, int kClass> DEV u32 class_ones(u32 v) {
 }
 
 // Adds NaN or Inf to the outputs of a warp's kMTiles x 16 query rows wherever one that the row sees stands in the V tile:
-// ones at visible keys, times ones at elements of a class, count how many.
-template <typename T, typename Layout, int kBlockN, int kMTiles, int kNTiles, typename Mask>
-DEV void add_nonfinite(float (&rO)[kMTiles][kNTiles][4], u32 v_tile, const Mask& mask, int first_row, int first_key) {
+// ones at visible keys, times ones at elements of a class, count how many. rO is of every kGroup-th 16 columns, from the
+// part-th on.
+template <typename T, typename Layout, int kBlockN, int kGroup, int kMTiles, int kNTiles, typename Mask>
+DEV void add_nonfinite(float (&rO)[kMTiles][kNTiles][4], u32 v_tile, const Mask& mask, int first_row, int first_key, u32 part) {
   const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
   const u32 v_lane = v_tile + Layout::offset(lane % 16, 0) - Layout::swizzle(lane % 16) * 16;
   #pragma unroll
@@ -54,7 +75,8 @@ DEV void add_nonfinite(float (&rO)[kMTiles][kNTiles][4], u32 v_tile, const Mask&
     #pragma unroll 1
     for (int key = 0; key < kBlockN; key += 16) {
       u32 rV[4];
-      ldmatrix_x4_trans(rV, v_lane + key * Layout::kRowBytes + (((d + lane / 16) ^ Layout::swizzle(lane % 16)) * 16));
+      const u32 chunk = d * kGroup + part * 2 + lane / 16;
+      ldmatrix_x4_trans(rV, v_lane + key * Layout::kRowBytes + (chunk ^ Layout::swizzle(lane % 16)) * 16);
       #pragma unroll
       for (int m = 0; m < kMTiles; m++) {
         u32 rVisible[4];

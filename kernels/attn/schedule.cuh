@@ -1,24 +1,38 @@
-// Which query tile a thread block computes.
+// Which tile a thread block computes.
 #pragma once
-#include "attn/params.cuh"
+#include "attn/seqlen.cuh"
 
-struct Work { int m_block, head, batch; };
+// The list of tiles of a packed batch, written by varlen_tiles, the most work first: their number and how many are long, then the
+// tiles, each with all that a block asks of its sequence.
+constexpr int kTileListHeader = 4;              // words
+struct alignas(16) ListedTile { int tile, batch; Slot q, k; };
 
-// Blocks start in the order of their index. First the long tiles (under a right mask the later half of a head's, else all), by
-// groups of heads whose K and V fit the L2 cache together, longest first. Then the short tiles of all heads, longest first:
-// they fill the multiprocessors that the last group of long ones leaves idle, and the launch ends on the shortest.
-DEV Work work_of_block(u32 block_idx, const FwdParams& p) {
-  const u32 all_heads = (u32)p.batch * p.heads_q, num_long_blocks = p.num_m_blocks - p.num_short_blocks;
-  u32 idx = block_idx, first_head = 0, heads = all_heads, num_blocks = p.num_m_blocks;
-  if (idx < num_long_blocks * all_heads) {
-    const u32 group_idx = idx / (p.heads_in_group * num_long_blocks);
-    idx -= group_idx * p.heads_in_group * num_long_blocks;
+enum Side { kQuerySide, kKeySide };
+
+// Blocks start in the order of their index. Tiles of a head come longest first: under a right mask the last query tile sees
+// most keys, and the first key tile is seen by most queries. First the long tiles (under a right mask the longer half of a
+// head's, else all), by groups of heads that fit the L2 cache together. Then the short tiles of all heads: they fill the
+// multiprocessors that the last group of long ones leaves idle, and the launch ends on the shortest. Of a packed batch those
+// are long that hold three quarters of the work, as the longer half of one causal sequence does.
+template <Side kSide> DEV Work work_of_block(u32 block_idx, const FwdParams& p) {
+  const u32 heads = kSide == kQuerySide ? p.heads_q : p.heads_k, all_heads = kVarlen ? heads : p.batch * heads;
+  const u32 num_tiles = kVarlen ? p.tiles[0] : p.num_tiles;
+  const u32 num_long = kVarlen ? p.tiles[1] : p.num_tiles - p.num_short_tiles;
+  if (kVarlen && block_idx >= num_tiles * all_heads) return {0, 0, -1, {}, {}}; // the grid is for as many as there may be
+  u32 idx = block_idx, first_head = 0, group = all_heads, first_tile = num_long;
+  if (idx < num_long * all_heads) {
+    const u32 group_idx = idx / (p.heads_in_group * num_long);
+    idx -= group_idx * p.heads_in_group * num_long;
     first_head = group_idx * p.heads_in_group;
-    heads = min((u32)p.heads_in_group, all_heads - first_head);
+    group = min((u32)p.heads_in_group, all_heads - first_head);
+    first_tile = 0;
   } else {
-    idx -= num_long_blocks * all_heads;
-    num_blocks = p.num_short_blocks;
+    idx -= num_long * all_heads;
   }
-  const u32 step = idx / heads, batch_head = first_head + (idx - step * heads);
-  return {(int)(num_blocks - 1 - step), (int)(batch_head % p.heads_q), (int)(batch_head / p.heads_q)};
+  const u32 step = idx / group, batch_head = first_head + (idx - step * group), tile = first_tile + step;
+  if constexpr (kVarlen) {
+    const ListedTile t = ((const ListedTile*)(p.tiles + kTileListHeader))[tile];
+    return {t.tile, (int)batch_head, t.batch, t.q, t.k};
+  }
+  return {(int)(kSide == kQuerySide ? num_tiles - 1 - tile : tile), (int)(batch_head % heads), (int)(batch_head / heads), {}, {}};
 }

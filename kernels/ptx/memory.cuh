@@ -37,3 +37,16 @@ DEV void cp_async_commit() {}
 template <int kPending> DEV void cp_async_wait() {}
 constexpr bool kHasCpAsync = false;
 #endif
+
+// Words by which blocks order their work: what a block wrote before a release, barriers included, the block that acquires sees.
+#if __CUDA_ARCH__ >= 700
+DEV int load_acquire(const int* p) {
+  int x;
+  asm volatile("ld.acquire.gpu.b32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+DEV void add_release(int* p, int x) { asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }
+#else
+DEV int load_acquire(const int* p) { const int x = *(const volatile int*)p; __threadfence(); return x; }
+DEV void add_release(int* p, int x) { __threadfence(); atomicAdd(p, x); }
+#endif

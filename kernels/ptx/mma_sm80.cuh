@@ -13,6 +13,18 @@ DEV void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
+// The way back, of sm_90: four 8x8 matrices from registers to where the lanes point.
+#if __CUDA_ARCH__ >= 900
+DEV void stmatrix_x4(u32 address, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+constexpr bool kHasStmatrix = true;
+#else
+DEV void stmatrix_x4(u32, const u32 (&)[4]) {}
+constexpr bool kHasStmatrix = false;
+#endif
+
 // d (16x8) += a (16x16, row major) * b (16x8, column major), float32 sums. g = lane/4, t = lane%4:
 // a0, a1: rows g, g+8 at k 2t, 2t+1;  a2, a3: the same at k+8;  b0, b1: column g at k 2t, 2t+1 and k+8;
 // d0, d1: row g, columns 2t, 2t+1;  d2, d3: row g+8.

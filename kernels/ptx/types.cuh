@@ -20,6 +20,13 @@ DEV u32 thread_index() { u32 x; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x)); 
 struct half { u16 bits; };
 struct bf16 { u16 bits; };
 
+// By the macro DTYPE, the code of config.py.
+template <int> struct ElementOf;
+template <> struct ElementOf<0> { using type = half; };
+template <> struct ElementOf<1> { using type = bf16; };
+template <> struct ElementOf<2> { using type = float; };
+template <> struct ElementOf<3> { using type = double; };
+
 // The type that sums and softmax of an element type are kept in.
 template <typename T> struct RealOf { using type = float; };
 template <> struct RealOf<double> { using type = double; };
