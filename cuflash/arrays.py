@@ -10,9 +10,12 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import weakref
 from typing import NamedTuple
 
 import numpy as np
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 
 class View(NamedTuple):
@@ -66,6 +69,10 @@ class NumpyDoor:
     def from_numpy(self, x: np.ndarray, like):
         return x
 
+    def unexpanded(self, x):
+        """x, or a copy where its last axis is expanded (stride 0), as the gradient of a sum is."""
+        return np.ascontiguousarray(x) if x.ndim and x.strides[-1] == 0 and x.shape[-1] > 1 else x
+
 
 class CupyDoor:
     framework = "cupy"
@@ -77,7 +84,10 @@ class CupyDoor:
         return _view(x.shape, _from_bytes(x.strides, x.itemsize), x.dtype.name, f"cuda:{x.device.id}", x.data.ptr, "cupy")
 
     def key(self, q, k, v, out):
-        """What a prepared launch depends on, and the pointers it takes; (None, ()) if the arrays are not all CuPy's."""
+        """What a prepared launch depends on, and the pointers it takes; (None, ()) if the arrays are not all CuPy's.
+
+        Written out for the call that is made most often: key_of_all takes twice as long.
+        """
         if not type(q) is type(k) is type(v) or out is not None and type(out) is not type(q):
             return None, ()
         q_data, k_data, v_data = q.data, k.data, v.data
@@ -88,6 +98,21 @@ class CupyDoor:
             key += (out.shape, out.strides, out.dtype, out.data.device_id, out.data.ptr & 15)
         return key, pointers
 
+    def key_of_all(self, arrays):
+        """As key, of any number of arrays, in a list; None for one that is not given, whose pointer is then null."""
+        kind, key, pointers = type(arrays[0]), [], []
+        for x in arrays:
+            if x is None:
+                key.append(None)
+                pointers.append(0)
+                continue
+            if type(x) is not kind:
+                return None, ()
+            data = x.data
+            key += x.shape, x.strides, x.dtype, data.device_id, data.ptr & 15
+            pointers.append(data.ptr)
+        return tuple(key), pointers
+
     def ptr(self, x) -> int:
         return x.data.ptr
 
@@ -95,9 +120,44 @@ class CupyDoor:
         import cupy
         return cupy.empty(shape, numpy_dtype(dtype))
 
+    def scratch(self, num_bytes: int, like, stream: int):
+        """(address, what to keep until the launch is queued) of memory for one call, of any contents."""
+        import cupy
+        if cupy.cuda.runtime.streamIsCapturing(stream):
+            memory = _GraphMemory(num_bytes, stream)
+        else:
+            memory = cupy.cuda.alloc(num_bytes)
+        return memory.ptr, memory
+
+    def to_host(self, x) -> np.ndarray:
+        return x.get()
+
+    def unexpanded(self, x):
+        """As NumpyDoor.unexpanded; the copy is scratch."""
+        if not x.ndim or not x.size or x.strides[-1] or x.shape[-1] <= 1:
+            return x
+        import cupy
+        device_id, num_bytes = x.device.id, x.nbytes
+        with cupy.cuda.Device(device_id):
+            address, held = self.scratch(num_bytes, x, self.stream(device_id))
+            memory = cupy.cuda.UnownedMemory(address, num_bytes, held, device_id)
+            copy = cupy.ndarray(x.shape, x.dtype, memptr=cupy.cuda.MemoryPointer(memory, 0))
+            copy[...] = x
+        return copy
+
     def stream(self, device_id: int) -> int:
         import cupy
         return cupy.cuda.get_current_stream().ptr
+
+
+class _GraphMemory:
+    """Scratch of a call that is being captured, allocated and freed by the graph itself. CuPy's pool would give its memory
+    to others, while every replay still writes to it."""
+
+    def __init__(self, num_bytes: int, stream: int):
+        import cupy
+        self.ptr = cupy.cuda.runtime.mallocAsync(num_bytes, stream)
+        weakref.finalize(self, cupy.cuda.runtime.freeAsync, self.ptr, stream)
 
 
 class TorchDoor:
@@ -106,6 +166,7 @@ class TorchDoor:
     def __init__(self):
         torch = sys.modules["torch"]
         self._dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+        self._byte = torch.uint8
         self._grad_enabled = torch.is_grad_enabled
         if torch.version.cuda:
             self.stream = torch._C._cuda_getCurrentRawStream
@@ -135,11 +196,26 @@ class TorchDoor:
             key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
         return key, pointers
 
-    def refuse_grad(self, **tensors) -> None:
+    def key_of_all(self, arrays):
+        """As CupyDoor.key_of_all."""
+        kind, key, pointers, grad_enabled = type(arrays[0]), [], [], self._grad_enabled()
+        for x in arrays:
+            if x is None:
+                key.append(None)
+                pointers.append(0)
+                continue
+            if type(x) is not kind or grad_enabled and x.requires_grad:
+                return None, ()
+            pointer = x.data_ptr()
+            key += x.shape, x.stride(), x.dtype, x.device, pointer & 15
+            pointers.append(pointer)
+        return tuple(key), pointers
+
+    def refuse_grad(self, function: str, tensors: dict) -> None:
         wanting = [name for name, x in tensors.items() if getattr(x, "requires_grad", False)]
         if self._grad_enabled() and wanting:
             raise NotImplementedError(
-                f"{', '.join(wanting)} require a gradient, which cuflash.attention does not record: call it under "
+                f"{', '.join(wanting)} require a gradient, which cuflash.{function} does not record: call it under "
                 "torch.no_grad() or on x.detach()")
 
     def ptr(self, x) -> int:
@@ -148,6 +224,18 @@ class TorchDoor:
     def empty(self, shape, dtype: str, like):
         dtype = self._dtypes[dtype]
         return like.new_empty(shape) if dtype is like.dtype else like.new_empty(shape, dtype=dtype)
+
+    def scratch(self, num_bytes: int, like, stream: int):
+        """As CupyDoor.scratch. While PyTorch captures, its allocator gives memory of the graph's own pool."""
+        memory = like.new_empty(num_bytes, dtype=self._byte)
+        return memory.data_ptr(), memory
+
+    def to_host(self, x) -> np.ndarray:
+        return x.cpu().numpy()
+
+    def unexpanded(self, x):
+        """As NumpyDoor.unexpanded."""
+        return x.contiguous() if x.ndim and x.stride(-1) == 0 and x.shape[-1] > 1 else x
 
     def to_numpy(self, x) -> np.ndarray:
         x = x.detach()
@@ -195,6 +283,9 @@ class DlpackDoor:
         with cupy.cuda.Device(index):
             return cupy.from_dlpack(x)
 
+    def unexpanded(self, x):
+        return x                                # JAX has no such arrays; others are seen by CuPy or NumPy
+
     def from_cupy(self, x):
         return sys.modules["jax"].dlpack.from_dlpack(x) if self.framework == "jax" else x
 
@@ -231,7 +322,7 @@ def _find_door(x, name: str):
     if jax is not None and isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                f"{name} is traced by JAX: cuflash.attention takes concrete arrays, outside jit, grad and vmap")
+                f"{name} is traced by JAX: cuflash takes concrete arrays, outside jit, grad and vmap")
         return _shared(DlpackDoor, "jax")
     if hasattr(x, "__dlpack__"):
         return _shared(DlpackDoor, "dlpack")

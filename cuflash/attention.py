@@ -1,14 +1,16 @@
-"""attention: check the arrays, choose a kernel, launch it."""
+"""attention, attention_varlen: check the arrays, choose a kernel, launch it. And what all such calls have in common."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from . import arrays, config, cpu, problem
 from .jit import check_driver, import_cupy
-from .launch import Forward
+from .launch import Prepared
 
 _MAX_PREPARED = 4096        # prepared calls a thread keeps: a few KiB each
 
@@ -26,7 +28,7 @@ _prepared = _Prepared()
 def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap=0.0, return_lse=False, out=None):
     """Exact attention, softmax(softmax_scale * q k^T) v, without ever storing the score matrix.
 
-    FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023) over tiles of keys, forward only.
+    FlashAttention (Dao et al. 2022, Algorithm 1; Dao 2023) over tiles of keys.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float64; CuPy, PyTorch, JAX (concrete) or
@@ -53,7 +55,7 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     such call has been made. Sums are float32 (float64 for float64); float32 is never rounded to TF32.
 
     Memory: out, lse if asked for, and no scratch at all. On the CPU tiles of a fixed size, and K and V of
-    one head in the type of the sums.
+    one head in the type of the sums. The gradients: attention_backward, attention_vjp.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.
@@ -61,11 +63,11 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         RuntimeError: CuPy, NVRTC or the driver is missing or too old, or a first call comes during stream capture.
     """
     door = arrays.door_of(q)
-    if door.on_cpu(q):
-        return _on_cpu(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out)
-    if isinstance(door, arrays.DlpackDoor):
-        return _through_cupy(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out)
+    if door.on_cpu(q) or isinstance(door, arrays.DlpackDoor):
+        return perform(_ATTENTION, (q, k, v, out), {"causal": causal, "window": window, "softmax_scale": softmax_scale,
+                                                    "softcap": softcap, "return_lse": return_lse})
 
+    # perform() written out: of three arrays the key is made in half the time.
     # Options are part of the key with their types: 1 equals True and 1.0, and must still be refused where they are not meant.
     sides = tuple(map(type, window)) if type(window) is tuple else None
     key, pointers = door.key(q, k, v, out)
@@ -77,36 +79,143 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     except TypeError:           # an option that cannot be hashed: a list as window, or what is refused below
         key = call = None
     if call is None:
-        call = _prepare(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out)
+        options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
+                   "return_lse": return_lse}
+        call = _prepare(_ATTENTION, door, (q, k, v, out), options, key)
         if key is None:
             pointers = [door.ptr(x) for x in (q, k, v)]
-        else:
-            if len(_prepared.calls) >= _MAX_PREPARED:
-                _prepared.calls.clear()
-            _prepared.calls[key] = call
-    elif out is not None and call.may_overlap(pointers, door.ptr(out)):
+    elif out is not None and call.may_overlap((*pointers, door.ptr(out))):
         # Which memory out lies in is the one thing that two calls of one key can differ in.
-        problem.check_overlap(door.view(out), {"q": door.view(q), "k": door.view(k), "v": door.view(v)})
+        _check_overlaps(_ATTENTION, (q, k, v, out))
     if _current_device() != call.device_id:
-        import cupy
-        with cupy.cuda.Device(call.device_id):
+        with import_cupy().cuda.Device(call.device_id):
             return _run(door, call, q, pointers, out)
     return _run(door, call, q, pointers, out)
 
 
-def _run(door, call: Forward, q, pointers, out):
-    device_id = call.device_id
-    dtype = call.problem.dtype
+def _run(door, call: Prepared, q, pointers, out):
+    stated = call.problem
     if out is None:
-        out = door.empty(call.out_shape, dtype, q)
-    if not call.problem.return_lse:
-        if call.launch is not None:
-            call.launch(door.stream(device_id), *pointers, door.ptr(out), 0)
-        return out
-    lse = door.empty(call.lse_shape, call.problem.lse_dtype, q)
+        out = door.empty(call.out_shape, stated.dtype, q)
+    lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
     if call.launch is not None:
-        call.launch(door.stream(device_id), *pointers, door.ptr(out), door.ptr(lse))
-    return out, lse
+        call.launch(door.stream(call.device_id), *pointers, door.ptr(out), 0 if lse is None else door.ptr(lse))
+    return out if lse is None else (out, lse)
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
+                     seqused_k=None, causal=False, window=None, softmax_scale=None, softcap=0.0, return_lse=False, out=None,
+                     validate=False):
+    """Exact attention of sequences of different lengths, packed one after the other: each as in `attention`, by itself.
+
+    Args:
+        q: (total_q, heads_q, head_dim), the queries of all sequences; kinds of arrays, dtypes and strides as in `attention`.
+        k: (total_k, heads_k, head_dim).
+        v: (total_k, heads_k, head_dim_v).
+        cu_seqlens_q: (num_sequences + 1,) int32 or int64, contiguous, on the device of q: sequence i has rows
+            ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q. It starts at 0 and never decreases; sequences may be empty.
+            Rows behind its last element, which no sequence covers, come back as zeros.
+        cu_seqlens_k: (num_sequences + 1,), the same of k and v.
+        max_seqlen_q, max_seqlen_k: the longest sequences, or None. Hints that never change a result, and are not needed.
+        seqused_q, seqused_k: None or (num_sequences,) int32 or int64: how many of a sequence's rows take part, from its first
+            on. Masks count from the last of those. The other rows of q come back as zeros, those of k and v have no influence.
+        causal, window, softmax_scale, softcap: as in `attention`, inside each sequence with its own lengths.
+        return_lse: also return the natural logarithm of the sum of exponentials of each row's logits.
+        out: array to write the result into, as in `attention`.
+        validate: read the lengths and raise if they do not describe the arrays. On a GPU they are copied to the host for
+            it, which waits for all that is queued. On the CPU they are always read.
+
+    Returns:
+        out, (total_q, heads_q, head_dim_v); with ``return_lse`` (out, lse), lse (heads_q, total_q) float32 (float64 for
+        float64 inputs). A query that sees no key, and a row that takes no part, has out 0 and lse -inf.
+
+    On a GPU nothing is copied to the host and nothing waits: shapes, dtypes and devices are checked, and what lengths say is
+    cut to what exists, so that wrong ones give wrong results but never lead outside of the arrays. Tiles are shared out on the
+    device, the most work first. A CUDA graph captures the call once one such call has been made, and takes whatever stands in
+    the same arrays of lengths when it is replayed.
+
+    Memory: out, lse if asked for, and scratch of about ``32 * (total_q / tile + num_sequences) + 4 * max(total_q, total_k) /
+    tile`` bytes, tile being 16 to 128 rows, for the list of tiles.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+    """
+    problem.check_hint("max_seqlen_q", max_seqlen_q)
+    problem.check_hint("max_seqlen_k", max_seqlen_k)
+    return perform(
+        _VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out),
+        {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse},
+        validate)
+
+
+def _run_varlen(door, call: Prepared, given, pointers):
+    stated, q, out = call.problem, given[0], given[-1]
+    if out is None:
+        out = door.empty(call.out_shape, stated.dtype, q)
+    lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
+    if call.launch is not None:
+        stream = door.stream(call.device_id)
+        tiles, held = door.scratch(call.scratch_bytes, q, stream)
+        call.launch(stream, *pointers[:3], door.ptr(out), 0 if lse is None else door.ptr(lse), *pointers[3:7], tiles)
+    return out if lse is None else (out, lse)
+
+
+# --------------------------------------------------------------------------------------------------- what all calls share
+
+class Operation(NamedTuple):
+    """A public function: its arrays, and what becomes of them."""
+
+    name: str
+    arrays: tuple[str, ...]     # in the order in which they are given, q first; those to write last
+    optional: tuple[str, ...]   # of these, None where not given
+    written: tuple[str, ...]
+    check: Callable             # views and options by name -> problem
+    run: Callable               # (door, prepared call, arrays, pointers) -> what the function returns, on a GPU
+    compute: Callable           # (problem, NumPy arrays by name, those to write included) -> lse or None, on the CPU
+
+
+_ATTENTION = Operation(
+    "attention", ("q", "k", "v", "out"), ("out",), ("out",), problem.check_attention,
+    lambda door, call, given, pointers: _run(door, call, given[0], pointers[:3], given[3]),
+    lambda stated, x: cpu.attention(stated, x["q"], x["k"], x["v"], x["out"]))
+
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_VARLEN = Operation(
+    "attention_varlen", ("q", "k", "v", *LENGTHS, "out"), ("seqused_q", "seqused_k", "out"), ("out",),
+    problem.check_attention_varlen, _run_varlen,
+    lambda stated, x: cpu.attention_varlen(stated, x["q"], x["k"], x["v"], *(x[name] for name in LENGTHS), x["out"]))
+
+
+def perform(operation: Operation, given: tuple, options: dict, validate: bool = False):
+    """What a public function does: with arrays on a GPU a prepared launch, on the CPU NumPy."""
+    q = given[0]
+    door = arrays.door_of(q)
+    if door.on_cpu(q):
+        return _on_cpu(operation, door, given, options)
+    if isinstance(door, arrays.DlpackDoor):
+        return _through_cupy(operation, door, given, options, validate)
+    if validate:
+        _validate(operation, door, given, options)
+    window = options["window"]
+    key, pointers = door.key_of_all(given)
+    if key is not None:         # with the types of options: see attention()
+        values = tuple(options.values())
+        sides = tuple(map(type, window)) if type(window) is tuple else None
+        key = (operation.name, key, values, tuple(map(type, values)), sides, config.forced_tier())
+    try:
+        call = _prepared.calls.get(key)
+    except TypeError:
+        key = call = None
+    if call is None:
+        call = _prepare(operation, door, given, options, key)
+        if key is None:
+            pointers = [0 if x is None else door.ptr(x) for x in given]
+    elif call.writes_given and call.may_overlap(pointers):
+        _check_overlaps(operation, given)
+    if _current_device() != call.device_id:
+        with import_cupy().cuda.Device(call.device_id):
+            return operation.run(door, call, given, pointers)
+    return operation.run(door, call, given, pointers)
 
 
 def _current_device() -> int:
@@ -116,57 +225,95 @@ def _current_device() -> int:
     return _current_device()
 
 
-def _views(q, k, v, out) -> dict[str, arrays.View]:
+def _views(operation: Operation, given: tuple) -> dict[str, arrays.View | None]:
     """The views of all arrays, each through the door of its own framework, so that a mix is named and refused."""
-    named = {"q": q, "k": k, "v": v} | ({} if out is None else {"out": out})
-    return {name: arrays.door_of(x, name).view(x) for name, x in named.items()}
+    return {name: None if x is None and name in operation.optional else arrays.door_of(x, name).view(x)
+            for name, x in zip(operation.arrays, given)}
 
 
-def _check(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out):
-    views = _views(q, k, v, out)
-    stated = problem.check_attention(
-        views["q"], views["k"], views["v"], causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap,
-        return_lse=return_lse, out=views.get("out"))
+def _check(operation: Operation, door, given: tuple, options: dict) -> tuple[problem.Problem, dict[str, arrays.View | None]]:
+    views = _views(operation, given)
+    stated = operation.check(**views, **options)
     if isinstance(door, arrays.TorchDoor):
-        door.refuse_grad(q=q, k=k, v=v)
+        door.refuse_grad(operation.name, dict(zip(operation.arrays, given)))
     return stated, views
 
 
-def _prepare(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out) -> Forward:
-    stated, views = _check(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out)
+def _check_overlaps(operation: Operation, given: tuple) -> None:
+    views = {name: view for name, view in _views(operation, given).items() if view is not None}
+    seen = {}
+    for name, view in views.items():
+        if name in operation.written:
+            problem.check_overlap(name, view, seen)
+        seen[name] = view
+
+
+def _prepare(operation: Operation, door, given: tuple, options: dict, key) -> Prepared:
+    """The call prepared, and kept under ``key`` unless that is None."""
+    stated, views = _check(operation, door, given, options)
     cupy = import_cupy()
     check_driver()
     device_id = int(views["q"].device.removeprefix("cuda:"))
     with cupy.cuda.Device(device_id):
         cupy.cuda.runtime.setDevice(device_id)      # makes the device's context current in a thread that has none
-        return Forward(stated, (views["q"], views["k"], views["v"]), views.get("out"), device_id, door.stream(device_id),
-                       config.forced_tier())
+        call = Prepared(stated, views, operation.written, device_id, door.stream(device_id), config.forced_tier())
+    if key is not None:
+        if len(_prepared.calls) >= _MAX_PREPARED:
+            _prepared.calls.clear()
+        _prepared.calls[key] = call
+    return call
 
 
-def _on_cpu(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out):
-    if out is not None and isinstance(door, arrays.DlpackDoor):
-        raise TypeError(f"out is not supported for {door.framework} arrays; got {type(out).__name__}")
-    stated, views = _check(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out)
-    tensors = [x if x is None else door.to_numpy(x) for x in (q, k, v, out)]
-    if views["q"].was_3d:
-        tensors = [x if x is None else x[None] for x in tensors]
-    numpy_q, numpy_k, numpy_v, result = tensors
-    if result is None:
-        result = np.empty((stated.batch, stated.seqlen_q, stated.heads_q, stated.head_dim_v), arrays.numpy_dtype(stated.dtype))
-    lse = cpu.attention(stated, numpy_q, numpy_k, numpy_v, result)
-    if views["q"].was_3d:
-        result, lse = result[0], lse if lse is None else lse[0]
-    if out is None:
-        out = door.from_numpy(result, q)
-    return (out, door.from_numpy(lse, q)) if return_lse else out
+def _validate(operation: Operation, door, given: tuple, options: dict) -> None:
+    """Check what the lengths say, on the host."""
+    stated, views = _check(operation, door, given, options)
+    device_id = int(views["q"].device.removeprefix("cuda:"))
+    if import_cupy().cuda.runtime.streamIsCapturing(door.stream(device_id)):
+        raise RuntimeError("validate=True copies the lengths to the host, which nothing can while a stream is captured: "
+                           "validate before the capture")
+    _check_lengths(stated, {name: x if x is None else door.to_host(x) for name, x in zip(operation.arrays, given)
+                            if name in LENGTHS})
 
 
-def _through_cupy(door, q, k, v, causal, window, softmax_scale, softcap, return_lse, out):
-    if out is not None:
-        raise TypeError(f"out is not supported for {door.framework} arrays; got {type(out).__name__}")
-    problem.check_kind(_views(q, k, v, out))
-    with import_cupy().cuda.Device(q.__dlpack_device__()[1]):
-        result = attention(door.to_cupy(q), door.to_cupy(k), door.to_cupy(v), causal=causal, window=window,
-                           softmax_scale=softmax_scale, softcap=softcap, return_lse=return_lse)
-        door.keep_until_done(q, k, v)
-        return tuple(map(door.from_cupy, result)) if return_lse else door.from_cupy(result)
+def _check_lengths(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:
+    problem.check_lengths({"q": stated.seqlen_q, "k": stated.seqlen_k}, {side: x[f"cu_seqlens_{side}"] for side in "qk"},
+                          {side: x[f"seqused_{side}"] for side in "qk"})
+
+
+def _refuse_written(operation: Operation, door, given: tuple) -> None:
+    for name, x in zip(operation.arrays, given):
+        if name in operation.written and x is not None:
+            raise TypeError(f"{name} is not supported for {door.framework} arrays; got {type(x).__name__}")
+
+
+def _on_cpu(operation: Operation, door, given: tuple, options: dict):
+    if isinstance(door, arrays.DlpackDoor):
+        _refuse_written(operation, door, given)
+    stated, views = _check(operation, door, given, options)
+    x = {name: x if x is None else door.to_numpy(x) for name, x in zip(operation.arrays, given)}
+    if stated.varlen:
+        _check_lengths(stated, x)
+    had_batch_axis = not views["q"].was_3d
+    shapes = problem.result_shapes(vars(stated))
+    for name in operation.written:
+        if x[name] is None:
+            x[name] = np.empty(shapes[name] if had_batch_axis else shapes[name][1:], arrays.numpy_dtype(stated.dtype))
+    lse = operation.compute(stated, x if had_batch_axis or stated.varlen else {
+        name: tensor if tensor is None else tensor[None] for name, tensor in x.items()})
+    results = [door.from_numpy(x[name], given[0]) if tensor is None else tensor
+               for name, tensor in zip(operation.arrays, given) if name in operation.written]
+    if options.get("return_lse"):
+        results.append(door.from_numpy(lse if had_batch_axis or stated.varlen else lse[0], given[0]))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _through_cupy(operation: Operation, door, given: tuple, options: dict, validate: bool):
+    _refuse_written(operation, door, given)
+    views = {name: view for name, view in _views(operation, given).items() if view is not None}
+    problem.check_place({name: views[name] for name in "qkv"})
+    for name, view in views.items():
+        problem.check_beside(name, view, views["q"])
+    with import_cupy().cuda.Device(given[0].__dlpack_device__()[1]):
+        result = perform(operation, tuple(x if x is None else door.to_cupy(x) for x in given), options, validate)
+        door.keep_until_done(*given)
+        return tuple(map(door.from_cupy, result)) if isinstance(result, tuple) else door.from_cupy(result)

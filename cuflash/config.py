@@ -1,70 +1,25 @@
 """Which kernel computes a problem on a device, and with which tiles: a pure function, no CUDA, no CuPy.
 
-Every tile number stands here with its reason; ``cuflash explain`` prints them.
+Every tile number stands with its reason in config_forward.py and config_backward.py; ``cuflash explain`` prints them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import os
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from .problem import ITEMSIZE, Problem
+from . import config_backward, config_forward
+from .config_base import DEVICES, Config, Device, Kernel
+from .problem import BackwardProblem, Problem
+
+__all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "choose_backward", "force_tier", "forced_tier",
+           "kernels_of", "refusal"]
 
 TIERS = ("sm80", "simt")            # best first
 
 
-@dataclass(frozen=True)
-class Device:
-    """What the choice depends on: compute capability, shared memory a block may opt in to (bytes), L2 size (bytes)."""
-
-    compute_capability: tuple[int, int]
-    smem_optin: int
-    l2_bytes: int
-    num_sms: int
-    name: str
-
-
-def _preset(major, minor, smem_kib, l2_mib, num_sms, name):
-    return Device((major, minor), smem_kib * 1024, l2_mib * 2**20, num_sms, name)
-
-
-# One well-known GPU of each architecture, for `explain`, `warmup` and tests without a GPU.
-DEVICES = {
-    "sm_60": _preset(6, 0, 48, 4, 56, "Tesla P100"),
-    "sm_61": _preset(6, 1, 48, 2, 20, "GeForce GTX 1080"),
-    "sm_70": _preset(7, 0, 96, 6, 80, "Tesla V100"),
-    "sm_75": _preset(7, 5, 64, 4, 40, "Tesla T4"),
-    "sm_80": _preset(8, 0, 163, 40, 108, "A100"),
-    "sm_86": _preset(8, 6, 99, 6, 82, "GeForce RTX 3090"),
-    "sm_89": _preset(8, 9, 99, 72, 128, "GeForce RTX 4090"),
-    "sm_90": _preset(9, 0, 227, 50, 132, "H100/H200"),
-    "sm_100": _preset(10, 0, 227, 126, 148, "B200"),
-    "sm_120": _preset(12, 0, 99, 96, 170, "GeForce RTX 5090"),
-}
-
-
-@dataclass(frozen=True)
-class Config:
-    """A kernel and its constants. ``constants`` become ``-D`` macros; ``reasons`` say why each number is what it is."""
-
-    kernel: str
-    tier: str
-    constants: tuple[tuple[str, int], ...]
-    block_m: int
-    block_n: int
-    threads: int
-    smem_bytes: int
-    heads_in_group: int
-    reasons: tuple[str, ...]
-    refused: tuple[tuple[str, str], ...] = ()
-
-
 def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:
-    """The config of the best tier that takes the problem, or of ``tier``.
+    """The config of the best tier that takes the problem, a forward or a backward, or of ``tier``.
 
     Raises ValueError for an unknown tier and NotImplementedError, with the reason, if the forced tier or every
     tier refuses the problem.
@@ -75,14 +30,39 @@ def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:
     for candidate in TIERS if tier is None else (tier,):
         reason = refusal(candidate, problem, device)
         if reason is None:
-            return _BUILDERS[candidate](problem, device, tuple(refused))
+            return _rules(problem).BUILDERS[candidate](problem, device, tuple(refused))
         refused.append((candidate, reason))
     raise NotImplementedError("; ".join(f"tier {name}: {reason}" for name, reason in refused))
 
 
+def choose_backward(problem: BackwardProblem, device: Device, tier: str | None = None) -> Config:
+    """choose() where it must be a backward: the config of the kernel that computes dk and dv and sums dq."""
+    return choose(problem, device, tier)
+
+
 def refusal(tier: str, problem: Problem, device: Device) -> str | None:
-    """Why the tier does not take the problem on the device; None if it does. The dispatcher and `cuflash info` ask here."""
-    return _REFUSALS[tier](problem, device)
+    """Why the tier does not take the problem, a forward or a backward, on the device; None if it does. The dispatcher and
+    `cuflash info` ask here."""
+    return _rules(problem).REFUSALS[tier](problem, device)
+
+
+def _rules(problem: Problem):
+    return config_backward if isinstance(problem, BackwardProblem) else config_forward
+
+
+def kernels_of(problem: Problem, config: Config) -> tuple[Kernel, ...]:
+    """All kernels of a call, in the order of their launches; ``config`` is the one that was chosen."""
+    kernels = config_backward.around(problem, config) if isinstance(problem, BackwardProblem) else (config,)
+    return (_varlen_tiles(problem, config), *kernels) if problem.varlen else kernels
+
+
+def _varlen_tiles(problem: Problem, config: Config) -> Kernel:
+    """Lists the tiles that the blocks of ``config`` take: of queries, backward of keys."""
+    is_backward = isinstance(problem, BackwardProblem)
+    constants = dict(config.constants)
+    own = {"TILE": config.block_n if is_backward else config.block_m, "SIDE": int(is_backward)}
+    shared = {name: constants[name] for name in ("MASK_LEFT", "MASK_RIGHT", "VARLEN")}
+    return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), 1024, 0)
 
 
 _forced: str | None = os.environ.get("CUFLASH_TIER") or None
@@ -102,268 +82,3 @@ def force_tier(tier: str | None):
         yield
     finally:
         _forced = before
-
-
-# ------------------------------------------------------------------------------------------------------------- common
-
-DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _score_kind(problem: Problem) -> int:
-    """kScoreFolded, kScoreScaled or kScoreSoftcap of kernels/attn/score.cuh."""
-    if problem.softcap:
-        return 2
-    if problem.dtype == "float64":
-        return 1                # the largest exponent is then 0 to the last bit, and P of it exactly 1
-    return 0 if problem.softmax_scale > 1e-30 else 1        # below, a float32 scale nears its subnormals
-
-
-def _shared_constants(problem: Problem) -> dict[str, int]:
-    return {
-        "DTYPE": DTYPE_CODES[problem.dtype],
-        "MASK_LEFT": int(problem.window_left is not None),
-        "MASK_RIGHT": int(problem.window_right is not None),
-        "SCORE": _score_kind(problem),
-    }
-
-
-def _heads_in_group(problem: Problem, device: Device) -> tuple[int, str]:
-    """How many (batch, query head) pairs run together so that their K and V stay in half of the L2 cache."""
-    group = problem.heads_q // problem.heads_k
-    per_key_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
-    key_heads = max(1, device.l2_bytes // 2 // max(1, per_key_head))
-    heads = min(key_heads * group, problem.batch * problem.heads_q)
-    return heads, (f"heads_in_group = {heads}  # K and V of a head take {per_key_head / 2**20:.1f} MiB, "
-                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
-
-
-# --------------------------------------------------------------------------------------------------------------- simt
-
-_SIMT_HEAD_DIMS_V = (32, 64, 96, 128, 192, 256)      # few, since each is a kernel; the warps of a group share them evenly
-
-# By words of a number: registers (of 255) that tiles may take. Measured over all of them: above, the compiler spills;
-# exp2 and tanh of float64 need some for themselves.
-_SIMT_REGISTERS = {1: 204, 2: 178}
-_SIMT_CHUNK_COST = 50       # instructions of a thread for a chunk, and for each load of one; for an element of S
-_SIMT_LOAD_COST = 4
-_SIMT_SOFTMAX_COST = 7
-_SIMT_ENDS = 8192           # keys: a tile of as many rows and keys would take twice as long
-_SIMT_ALONE = 0.98          # speed of a block that waits at its barriers with no other on the multiprocessor (H200: 0.975 to 1)
-
-
-class _SimtTile(NamedTuple):
-    rows: int               # query rows of a lane; a warp has 4 lanes along them
-    keys: int               # keys of a lane; a warp has 8 lanes along them
-    warps: int
-    group: int              # warps that share query rows, each with its part of the keys and of the columns of O
-    chunk_k: int            # columns of K in a buffer
-    chunk_v: int            # keys of V in a buffer
-    smem: int
-    blocks: int             # that share a multiprocessor
-    registers: int          # that the tiles take in a lane
-    traffic: float          # cycles of the shared-memory pipe for each cycle of multiply-adds
-    speed: float            # share of the multiply-add rate to expect
-
-    @property
-    def block_m(self) -> int:
-        return self.warps // self.group * 4 * self.rows
-
-    @property
-    def block_n(self) -> int:
-        return self.group * 8 * self.keys
-
-
-def _simt_row_vec(words: int, rows: int) -> int:
-    """Rows of Q or P that a lane reads at once (kRowVec): whole 16 bytes, or else 2 or 1."""
-    return next(vec for vec in (4 // words, 2, 1) if rows % vec == 0)
-
-
-def _simt_pressure(words: int, rows: int, keys: int, cols: int) -> int:
-    """Registers of a lane for O, row sums and the larger of the two products: its sums, its operands."""
-    multiply_qk = rows * keys * words + keys * 4 + rows * words
-    multiply_pv = rows * cols * words + cols * words + rows * words
-    return rows * cols * words + 2 * rows * words + max(multiply_qk, multiply_pv)
-
-
-def _simt_smem(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int, warps: int, group: int, chunk_k: int,
-               chunk_v: int) -> int:
-    """Bytes of SharedStorage: Q, two buffers, P, and a number for each row of each warp."""
-    block_n, groups = group * 8 * keys, warps // group
-    buffer = max(block_n * (chunk_k + 4 // words), chunk_v * head_dim_v)
-    return 4 * words * (groups * 4 * rows * head_dim + 2 * buffer
-                        + groups * block_n * (4 * rows + 2 * _simt_row_vec(words, rows)) + warps * 4 * rows)
-
-
-def _simt_speed(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int, warps: int, group: int, chunk_k: int,
-                chunk_v: int) -> tuple[float, float]:
-    """(cycles of the shared-memory pipe, share of multiply-adds in the cycles that issue) for each cycle of multiply-adds.
-
-    A read of 16 bytes takes two cycles, as neighbouring lanes share addresses, and one of 8 bytes takes one. A
-    multiprocessor does 128 multiply-adds a cycle in float32 and 64 in float64 where it is fast, and issues from 4 warps.
-    """
-    vec, row_vec = 4 // words, _simt_row_vec(words, rows)
-    block_n, cols = group * 8 * keys, head_dim_v // group // 8
-    multiply_adds = words * rows * (keys * head_dim + cols * block_n)                          # cycles of a warp for a tile
-    wide_reads = keys * head_dim // vec + cols * block_n // vec
-    row_reads = (head_dim + block_n) * rows // row_vec
-    chunks, loads = head_dim // chunk_k + block_n // chunk_v, block_n * (head_dim + head_dim_v) // vec // (32 * warps)
-    others = (wide_reads + row_reads + _SIMT_CHUNK_COST * chunks + _SIMT_LOAD_COST * loads
-              + _SIMT_SOFTMAX_COST * words * rows * keys)
-    traffic = 4 * (2 * wide_reads + max(1, row_vec * words // 2) * row_reads) / multiply_adds
-    return traffic, multiply_adds / (multiply_adds + others)
-
-
-@functools.cache
-def _simt_tile(words: int, head_dim: int, head_dim_v: int, smem_optin: int) -> _SimtTile | None:
-    """The tile expected to be fastest. ``words``: registers of a number, 1 for float32 and 2 for float64.
-
-    A warp of w on a multiprocessor finds 1 of w + 1 cycles not used by the others; shared memory is a second limit. The
-    larger a tile, the longer its warps wait for each other at the ends of the keys that their rows see.
-    """
-    vec = 4 // words
-    best = None
-    for rows, keys, warps, group in itertools.product((8, 6, 4, 3, 2), (8, 6, 4, 2), (4, 8, 2, 1), (1, 2, 4)):
-        if warps % group or head_dim_v % (group * 8 * vec):
-            continue
-        registers = _simt_pressure(words, rows, keys, head_dim_v // group // 8)
-        if registers > _SIMT_REGISTERS[words]:
-            continue
-        for chunk_k, chunk_v in itertools.product((64, 32, 16, 8), (64, 32, 16, 8, 4)):
-            smem = _simt_smem(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
-            # A row of a chunk of K is at most one element a thread.
-            if head_dim % chunk_k or group * 8 * keys % chunk_v or chunk_k > 32 * warps or smem > smem_optin:
-                continue
-            blocks = min(8 // warps, (smem_optin + _BLOCK_RESERVED_SMEM) // (smem + _BLOCK_RESERVED_SMEM))
-            traffic, issue = _simt_speed(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
-            ends = _SIMT_ENDS / (_SIMT_ENDS + warps // group * 4 * rows + group * 8 * keys)
-            speed = (1 - 1 / (warps * blocks + 1)) * min(issue, 1 / traffic) * ends * (_SIMT_ALONE if blocks == 1 else 1)
-            if best is None or (round(speed, 3), -traffic) > (round(best.speed, 3), -best.traffic):
-                best = _SimtTile(rows, keys, warps, group, chunk_k, chunk_v, smem, blocks, registers, traffic, speed)
-    return best
-
-
-def _simt_sizes(problem: Problem) -> tuple[int, int, int]:
-    """Words of a number in the kernel, padded head_dim, padded head_dim_v."""
-    return (2 if problem.dtype == "float64" else 1, _round_up(problem.head_dim, 32),
-            next(size for size in _SIMT_HEAD_DIMS_V if size >= problem.head_dim_v))
-
-
-def _simt_vec_bytes(alignment: int, dtype: str, *sizes: int) -> int:
-    """The widest access that the alignment allows and that ends with a row of each of ``sizes`` elements."""
-    return min(alignment, *((size * ITEMSIZE[dtype]) & -(size * ITEMSIZE[dtype]) for size in sizes))
-
-
-def _refuse_simt(problem: Problem, device: Device) -> str | None:
-    if _simt_tile(*_simt_sizes(problem), device.smem_optin) is None:
-        return f"no tile fits into {device.smem_optin} bytes of shared memory; 48 KiB always do"
-    return None
-
-
-def _simt(problem: Problem, device: Device, refused) -> Config:
-    words, head_dim, head_dim_v = _simt_sizes(problem)
-    tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
-    vec_bytes = _simt_vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
-    out_vec_bytes = min(_simt_vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v),
-                        4 // words * ITEMSIZE[problem.dtype])
-    heads, heads_why = _heads_in_group(problem, device)
-    constants = {
-        **_shared_constants(problem),
-        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
-        "WARPS": tile.warps, "GROUP": tile.group, "CHUNK_K": tile.chunk_k, "CHUNK_V": tile.chunk_v,
-        "SMEM_BYTES": tile.smem, "MIN_BLOCKS": tile.blocks, "VEC_BYTES": vec_bytes, "OUT_VEC_BYTES": out_vec_bytes,
-    }
-    reasons = (
-        f"block_m = {tile.block_m}, warps = {tile.warps}, group = {tile.group}  # the warps of a group share rows; with "
-        f"{tile.rows} rows, {tile.keys} keys and {head_dim_v // tile.group // 8} columns of O a lane its tiles take "
-        f"{tile.registers} registers, above {_SIMT_REGISTERS[words]} the compiler spills",
-        f"block_n = {tile.block_n}  # {tile.keys} keys for each of 8 lanes and each warp of a group; reads of shared memory "
-        f"take {tile.traffic:.2f} of the time of the multiply-adds",
-        f"chunk_k = {tile.chunk_k}, chunk_v = {tile.chunk_v}  # columns of K and keys of V in a buffer",
-        f"smem_bytes = {tile.smem}  # {tile.blocks} block{'s' * (tile.blocks > 1)} a multiprocessor, the limit of one is "
-        f"{device.smem_optin}; up to {tile.speed:.0%} of the multiply-add rate to expect",
-        f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}, padded",
-        f"vec_bytes = {vec_bytes}, out_vec_bytes = {out_vec_bytes}  # divide every address and every row",
-        heads_why,
-    )
-    return Config("fwd_simt", "simt", tuple(sorted(constants.items())), tile.block_m, tile.block_n, tile.warps * 32,
-                  tile.smem, heads, reasons, refused)
-
-
-# --------------------------------------------------------------------------------------------------------------- sm80
-
-def _refuse_sm80(problem: Problem, device: Device) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
-    if device.compute_capability < (7, 5):
-        return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
-    if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
-        return "bfloat16 tensor cores need compute capability 8.0 or newer"
-    if _sm80_tile(problem, device) is None:
-        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
-                "memory that a block may have")
-    return None
-
-
-# (block_m, warps, block_n, stages) by the wider of the two padded head dims: preferred first. Measured on the H200; on a
-# GPU with less shared memory the first that gives a multiprocessor most warps.
-_SM80_TILES = (
-    (64, ((128, 4, 128, 2), (128, 4, 64, 2), (128, 4, 64, 1), (64, 4, 64, 1)),
-     "32 query rows a warp halve the shared-memory reads of K and V; S and O take 192 registers"),
-    (128, ((128, 4, 64, 2), (128, 4, 32, 2), (128, 4, 32, 1), (64, 4, 32, 1)),
-     "32 query rows a warp; S and O take 192 registers: more keys would spill"),
-    (256, ((64, 4, 64, 1), (64, 4, 32, 2), (64, 4, 32, 1), (32, 2, 32, 1)),
-     "16 query rows a warp: O of 32 rows would take all registers; two blocks hide each other's softmax"),
-)
-_BLOCK_RESERVED_SMEM = 1024         # the driver takes this much of every block
-_SM80_BLOCK_WORK = 128              # BlockWork of kernels/fwd_sm80.cu, padded to the alignment of the tiles
-
-
-def _sm80_tile(problem: Problem, device: Device):
-    """(block_m, warps, block_n, stages, smem_bytes, blocks on a multiprocessor, reason), or None if nothing fits."""
-    head_dim, head_dim_v = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
-    widest = max(head_dim, head_dim_v)
-    tiles, reason = next((tiles, reason) for limit, tiles, reason in _SM80_TILES if widest <= limit)
-    fitting = []
-    for block_m, warps, block_n, stages in tiles:
-        # Rows that are an odd number of 64-byte groups are copied 4 lanes a group: a pass covers more rows.
-        if block_n % (warps * 32 // (4 if head_dim % 64 or head_dim_v % 64 else 8)):
-            continue
-        smem = 2 * (block_m * widest + stages * block_n * (head_dim + head_dim_v)) + _SM80_BLOCK_WORK
-        if smem <= device.smem_optin:
-            blocks = min(2, (device.smem_optin + _BLOCK_RESERVED_SMEM) // (smem + _BLOCK_RESERVED_SMEM))
-            fitting.append((block_m, warps, block_n, stages, smem, blocks, reason))
-    return max(fitting, key=lambda tile: tile[1] * tile[5], default=None)       # the first of those with most warps
-
-
-def _sm80(problem: Problem, device: Device, refused) -> Config:
-    block_m, warps, block_n, stages, smem, blocks, why = _sm80_tile(problem, device)
-    heads, heads_why = _heads_in_group(problem, device)
-    head_dim, head_dim_v = _round_up(problem.head_dim, 32), _round_up(problem.head_dim_v, 32)
-    constants = {
-        **_shared_constants(problem),
-        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
-        "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "WARPS": warps, "STAGES": stages, "SMEM_BYTES": smem, "MIN_BLOCKS": blocks,
-        "VEC_BYTES": problem.alignment, "OUT_VEC_BYTES": problem.out_alignment,
-    }
-    vec = ("16-byte copies" if problem.alignment == 16 else
-           f"an address or stride of q, k or v is no multiple of 16 bytes: copies are {16 // problem.alignment} times as many")
-    reasons = (
-        f"block_m = {block_m}, warps = {warps}, block_n = {block_n}  # {why}",
-        f"stages = {stages}  # " + ("the next key tile is copied while this one is used" if stages == 2 else
-                                    "K and V take turns: a second buffer of each would cost keys a tile or the second block"),
-        f"smem_bytes = {smem}  # {blocks} block{'s' * (blocks > 1)} a multiprocessor, the limit of one is {device.smem_optin}",
-        f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v} in whole groups of 32",
-        f"vec_bytes = {problem.alignment}  # {vec}",
-        heads_why,
-    )
-    return Config("fwd_sm80", "sm80", tuple(sorted(constants.items())), block_m, block_n, warps * 32, smem, heads, reasons,
-                  refused)
-
-
-_REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}
-_BUILDERS = {"sm80": _sm80, "simt": _simt}

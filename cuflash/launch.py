@@ -1,132 +1,261 @@
-"""From a problem and its arrays to a launch: the params record, the grid, and what a repeated call reuses."""
+"""From a problem and its arrays to launches: the params record, the grids, scratch, and what a repeated call reuses."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 
 import numpy as np
 
 from . import jit
-from .arrays import View
-from .config import Config, Device, choose
-from .problem import Problem, byte_extent
+from .arrays import ITEMSIZE, View
+from .config import Config, Device, Kernel, choose, kernels_of
+from .config_base import round_up
+from .memory import byte_extent, contiguous_strides
+from .problem import BackwardProblem, Problem, result_shapes
 
-_STRIDES = [(f"{name}_strides", np.int64, 3) for name in ("q", "k", "v", "out")]
-_INTS = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v", "window_left", "window_right",
-         "num_m_blocks", "num_short_blocks", "heads_in_group")
+_FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "tiles")
+_FORWARD_STRIDES = ("q", "k", "v", "out")
+_BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns")
+_BACKWARD_STRIDES = ("dout", "dq", "dk", "dv")
+_SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
 
-# FwdParams of kernels/attn/params.cuh, field by field; the kernels check size and offsets when they are compiled.
+
+def _fields(names, *of_each) -> list[tuple]:
+    return [(name, *of_each) for name in names]
+
+
+# FwdParams and BwdParams of kernels/attn/params.cuh, field by field; the kernels check sizes and offsets when they are compiled.
 FWD_PARAMS = np.dtype(
-    [(name, np.uint64) for name in ("q", "k", "v", "out", "lse")] + _STRIDES
-    + [(name, np.float64) for name in ("scale_log2", "tanh_scale", "cap_log2")]
-    + [(name, np.int32) for name in _INTS], align=True)
+    _fields(_FORWARD_POINTERS, np.uint64) + _fields((f"{name}_strides" for name in _FORWARD_STRIDES), np.int64, 3)
+    + _fields(("scale_log2", "tanh_scale", "cap_log2"), np.float64)
+    + _fields((*_SIZES, "window_left", "window_right", "num_tiles", "num_short_tiles", "heads_in_group", "int64_lengths"),
+              np.int32), align=True)
+BWD_PARAMS = np.dtype(
+    [(name, FWD_PARAMS[name]) for name in FWD_PARAMS.names]
+    + _fields(_BACKWARD_POINTERS, np.uint64) + _fields((f"{name}_strides" for name in _BACKWARD_STRIDES), np.int64, 3)
+    + [("softmax_scale", np.float64), ("num_query_tiles", np.int32)], align=True)
 
 _LOG2_E = 1.4426950408889634
 MAX_GRID = 2**31 - 1
+MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
 
 def params_constants() -> dict[str, int]:
-    """The -D macros in which a kernel checks that its FwdParams is FWD_PARAMS."""
-    offsets = {f"OFFSET_{name}": offset for name, (_, offset) in FWD_PARAMS.fields.items()}
-    return {**offsets, "PARAMS_BYTES": FWD_PARAMS.itemsize}
+    """The -D macros in which a kernel checks that its params are FWD_PARAMS and BWD_PARAMS."""
+    offsets = {f"OFFSET_{name}": offset for name, (_, offset) in BWD_PARAMS.fields.items()}
+    return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize}
 
 
-def kernel_constants(config: Config) -> dict[str, int]:
-    """All constants that a config's kernel is compiled with."""
-    return {**dict(config.constants), **params_constants()}
+def kernel_constants(kernel: Kernel) -> dict[str, int]:
+    """All constants that a kernel is compiled with."""
+    return {**dict(kernel.constants), **params_constants()}
 
 
-def forward_params(problem: Problem, config: Config, q: View, k: View, v: View, out_strides) -> np.ndarray:
-    """The params record of a forward, its pointers still null."""
-    record = np.zeros((), FWD_PARAMS)
-    for name, strides in (("q", q.strides), ("k", k.strides), ("v", v.strides), ("out", out_strides)):
-        record[f"{name}_strides"] = strides[:3]
+# ---------------------------------------------------------------------------------------------------------- tiles, grids
+
+def num_tiles(problem: Problem, config: Config) -> int:
+    """Tiles of one head: of queries, backward of keys. Packed: the most that there can be over all sequences.
+
+    Those are what the rows fill, and for each sequence one that it begins and does not fill; the rows that no sequence
+    covers are one more.
+    """
+    is_backward = isinstance(problem, BackwardProblem)
+    rows, block = (problem.seqlen_k, config.block_n) if is_backward else (problem.seqlen_q, config.block_m)
+    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block)
+
+
+def num_query_tiles(problem: BackwardProblem, config: Config) -> int:
+    """Tiles of queries of one head in a backward, counted as in num_tiles."""
+    rows, block = problem.seqlen_q, config.block_m
+    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block)
+
+
+def num_dq_groups(problem: BackwardProblem) -> int:
+    """Groups of 16 rows of one head in dq_sum: each sequence begins with one (kernels/attn/gradient.cuh)."""
+    return problem.seqlen_q // 16 + problem.batch + 1 if problem.varlen else -(-problem.seqlen_q // 16)
+
+
+def grid_of(problem: Problem, config: Config) -> int:
+    """Thread blocks of the kernel with the tiles. Raises ValueError past what one launch holds."""
+    heads, side = (problem.heads_k, "key") if isinstance(problem, BackwardProblem) else (problem.heads_q, "query")
+    tiles = num_tiles(problem, config)
+    grid = tiles * problem.batch_axis * heads
+    if grid > MAX_GRID:
+        raise ValueError(f"batch * heads * {side} tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {heads} * "
+                         f"{tiles}: split the batch")
+    return grid
+
+
+def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
+    """The kernels of a call, in the order of their launches, with the thread blocks of each; none without work."""
+    grid, is_backward = grid_of(problem, config), isinstance(problem, BackwardProblem)
+    steps = []
+    for kernel in kernels_of(problem, config):
+        if kernel.kernel == "bwd_delta":
+            blocks = _blocks_of_rows(problem, kernel)
+            if problem.deterministic:
+                blocks = max(1, blocks)         # it also sets the turns to 0, even those of no row
+        elif kernel.kernel == "bwd_cast":
+            warps = problem.batch_axis * problem.heads_q * num_dq_groups(problem) * (dict(kernel.constants)["HEAD_DIM"] // 32)
+            blocks = -(-warps * 32 // kernel.threads) * (problem.seqlen_q > 0)
+        else:
+            has_tiles = not is_backward or problem.seqlen_k * problem.heads_k > 0
+            blocks = (1 if kernel.kernel == "varlen_tiles" else grid) * has_tiles
+        if blocks:
+            steps.append((kernel, blocks))
+    return steps
+
+
+def _blocks_of_rows(problem: BackwardProblem, kernel: Kernel) -> int:
+    """Thread blocks of a kernel of which LANES threads take a row of a query head."""
+    threads = problem.batch_axis * problem.seqlen_q * problem.heads_q * dict(kernel.constants)["LANES"]
+    if threads > MAX_THREADS:
+        raise ValueError(f"batch * heads * seqlen of q must be at most {MAX_THREADS // dict(kernel.constants)['LANES']}; got "
+                         f"{problem.batch_axis} * {problem.heads_q} * {problem.seqlen_q}: split the batch")
+    return -(-threads // kernel.threads)
+
+
+def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
+    """Bytes of each scratch array of a call, in the order of the params."""
+    sizes = {}
+    if problem.varlen:
+        is_backward = isinstance(problem, BackwardProblem)
+        block = config.block_n if is_backward else config.block_m
+        levels = max(problem.seqlen_q, problem.seqlen_k) // block + 2
+        sizes["tiles"] = 4 * (4 + 8 * num_tiles(problem, config) + levels + 1)
+    if isinstance(problem, BackwardProblem):
+        real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
+        sizes["rows"] = 2 * real * heads * problem.seqlen_q
+        sizes["dq_sum"] = dict(config.constants)["HEAD_DIM"] * real * heads * 16 * num_dq_groups(problem)
+        if problem.deterministic:
+            sizes["turns"] = 4 * (1 + problem.batch_axis * problem.heads_q * num_query_tiles(problem, config))
+    return sizes
+
+
+# --------------------------------------------------------------------------------------------------------------- params
+
+def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ...]]) -> np.ndarray:
+    """The params record of a call, its pointers still null. ``strides`` of each array with 4 axes, in elements."""
+    is_backward = isinstance(problem, BackwardProblem)
+    record = np.zeros((), BWD_PARAMS if is_backward else FWD_PARAMS)
+    for name, values in strides.items():
+        record[f"{name}_strides"] = values[:3]
     record["scale_log2"] = problem.softmax_scale * _LOG2_E
     if problem.softcap:
         record["tanh_scale"] = problem.softmax_scale / problem.softcap
         record["cap_log2"] = problem.softcap * _LOG2_E
-    for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v"):
+    for name in _SIZES:
         record[name] = getattr(problem, name)
     record["window_left"] = problem.window_left or 0
     record["window_right"] = problem.window_right or 0
-    record["num_m_blocks"] = num_m_blocks(problem, config)
-    # Under a right mask a later query tile sees more keys. Without one all are as long.
-    record["num_short_blocks"] = num_m_blocks(problem, config) // 2 if problem.window_right is not None else 0
+    tiles = record["num_tiles"] = num_tiles(problem, config)
+    # Under a right mask a later query tile sees more keys, and an earlier key tile is seen by more queries. Without one all are
+    # as long. Of a packed batch the kernels know it.
+    record["num_short_tiles"] = tiles // 2 if problem.window_right is not None and not problem.varlen else 0
     record["heads_in_group"] = config.heads_in_group
+    record["int64_lengths"] = problem.int64_lengths
+    if is_backward:
+        record["softmax_scale"] = problem.softmax_scale
+        record["num_query_tiles"] = num_query_tiles(problem, config)
     return record
 
 
-def num_m_blocks(problem: Problem, config: Config) -> int:
-    return -(-problem.seqlen_q // config.block_m)
-
-
-def grid_of(problem: Problem, config: Config) -> int:
-    """Thread blocks of a forward. Raises ValueError past what one launch holds."""
-    grid = num_m_blocks(problem, config) * problem.batch * problem.heads_q
-    if grid > MAX_GRID:
-        raise ValueError(f"batch * heads * query tiles must be at most {MAX_GRID}; got {problem.batch} * {problem.heads_q} * "
-                         f"{num_m_blocks(problem, config)}: split the batch")
-    return grid
-
+# -------------------------------------------------------------------------------------------------------------- launches
 
 class Launch:
-    """A kernel with everything but pointers and stream filled in. One thread at a time: a call writes into its params."""
+    """Kernels that run one after the other, with everything but pointers and stream filled in.
 
-    def __init__(self, config: Config, loaded, grid: int, params: np.ndarray):
+    All of them take the same params. One thread at a time: a call writes into them. ``num_pointers`` are passed to a call,
+    in the order of the params.
+    """
+
+    def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int):
         from cupy_backends.cuda.api.driver import launchKernel
-        self._config, self._loaded, self._grid = config, loaded, grid       # `loaded` keeps the module alive
+        self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
         self._params = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._pack = struct.Struct("=5Q").pack_into
+        self._pack = struct.Struct(f"={num_pointers}Q").pack_into
         self._launch = launchKernel
-        self._args = loaded.function, grid, 1, 1, config.threads, 1, 1, config.smem_bytes
+        self._args = [(variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+                      for (kernel, grid), variant in zip(steps, loaded)]
         self._argv_address = ctypes.addressof(self._argv)
 
     def __call__(self, stream: int, *pointers: int) -> None:
         self._pack(self._params, 0, *pointers)
         try:
-            self._launch(*self._args, stream, self._argv_address, 0)
+            for args in self._args:
+                self._launch(*args, stream, self._argv_address, 0)
         except Exception as error:
-            config = self._config
+            step = self._args.index(args)
+            kernel, grid = self._steps[step]
             raise RuntimeError(
-                f"launch of {config.kernel} failed: {error}; grid {self._grid}, {config.threads} threads, {config.smem_bytes} "
-                f"bytes of shared memory, {self._loaded.registers} registers a thread") from error
+                f"launch of {kernel.kernel} failed: {error}; grid {grid}, {kernel.threads} threads, {kernel.smem_bytes} "
+                f"bytes of shared memory, {self._loaded[step].registers} registers a thread") from error
 
 
-class Forward:
-    """A forward prepared for given shapes, strides, dtypes, alignment, options and device."""
+class BackwardLaunch(Launch):
+    """As Launch; the pointers are those of a forward and then the backward's own."""
 
-    def __init__(self, problem: Problem, views: tuple[View, View, View], out: View | None, device_id: int, stream: int,
+    def __init__(self, steps, loaded, params):
+        super().__init__(steps, loaded, params, len(_FORWARD_POINTERS))
+        self._pack_own = struct.Struct(f"={len(_BACKWARD_POINTERS)}Q").pack_into
+
+    def __call__(self, stream: int, *pointers: int) -> None:
+        first = len(_FORWARD_POINTERS)
+        self._pack_own(self._params, FWD_PARAMS.itemsize, *pointers[first:])
+        super().__call__(stream, *pointers[:first])
+
+
+class Prepared:
+    """A call prepared for given shapes, strides, dtypes, alignment, options and device.
+
+    ``views``: all arrays of the call by name, in the order in which their pointers come, None for one that is not given;
+    those that it writes stand last. ``launch`` is None if there is nothing to write.
+    """
+
+    def __init__(self, problem: Problem, views: dict[str, View | None], written: tuple[str, ...], device_id: int, stream: int,
                  tier: str | None):
         self.problem, self.device_id = problem, device_id
-        q, k, v = views
-        shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
-        lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
-        self.out_shape, self.lse_shape = (shape[1:], lse_shape[1:]) if q.was_3d else (shape, lse_shape)
-        self._extents = [byte_extent(view) for view in (*views, out) if view is not None]
-        self.launch = None
-        if problem.is_empty:
-            return
-        device = device_of(device_id)
+        batch_axis = slice(1 if views["q"].was_3d else 0, None)
+        shapes = result_shapes(vars(problem))
+        self.written_shapes = [shapes[name][batch_axis] for name in written]
+        self.out_shape, self.lse_shape = shapes["out"][batch_axis], shapes["lse"][batch_axis]
+        self.writes_given = any(views[name] is not None for name in written)
+        self._extents = [(0, 0) if view is None else byte_extent(view) for view in views.values()]
+        self._first_written = len(views) - len(written)
+        self.launch, self.scratch_bytes, self.scratch_offsets = None, 0, {}
+        if not problem.is_empty:
+            self._prepare_launch(views, shapes, stream, tier)
+
+    def _prepare_launch(self, views, shapes, stream, tier) -> None:
+        problem, device = self.problem, device_of(self.device_id)
+        is_backward = isinstance(problem, BackwardProblem)
         config = choose(problem, device, tier)
-        strides = out.strides if out is not None else contiguous_strides(shape)
-        loaded = jit.load(config.kernel, kernel_constants(config), jit.arch_for(device.compute_capability), device_id,
-                          config.smem_bytes, stream=stream)
-        self.launch = Launch(config, loaded, grid_of(problem, config), forward_params(problem, config, q, k, v, strides))
+        names = (*_FORWARD_STRIDES, *_BACKWARD_STRIDES) if is_backward else _FORWARD_STRIDES
+        strides = {name: contiguous_strides(shapes[name]) if views[name] is None else views[name].strides for name in names}
+        for name, num_bytes in scratch_of(problem, config).items():
+            self.scratch_offsets[name] = self.scratch_bytes
+            self.scratch_bytes += round_up(max(1, num_bytes), 256)
+        arch, steps = jit.arch_for(device.compute_capability), steps_of(problem, config)
+        params = params_of(problem, config, strides)
+        loaded = [jit.load(kernel.kernel, kernel_constants(kernel), arch, self.device_id, kernel.smem_bytes, stream=stream)
+                  for kernel, _ in steps]
+        if is_backward:
+            self.launch = BackwardLaunch(steps, loaded, params)
+        else:
+            self.launch = Launch(steps, loaded, params, len(_FORWARD_POINTERS) if problem.varlen else 5)
 
-    def may_overlap(self, pointers, out: int) -> bool:
-        """Whether the addresses that out spans and those of an input meet; check_overlap then tells if they share any."""
-        *inputs, (out_first, out_end) = self._extents
-        return any(pointer + first < out + out_end and out + out_first < pointer + end
-                   for pointer, (first, end) in zip(pointers, inputs))
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a row-major array."""
-    return tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+    def may_overlap(self, pointers) -> bool:
+        """Whether the addresses that a written array spans meet those of another; check_overlap tells if they share any."""
+        spans = [(pointer + first, pointer + end) for pointer, (first, end) in zip(pointers, self._extents)]
+        for at in range(self._first_written, len(spans)):
+            first, end = spans[at]
+            for other_first, other_end in spans[:at]:
+                if first < other_end and other_first < end:
+                    return True
+        return False
 
 
 @functools.cache

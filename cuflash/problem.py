@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrays import View
+from .arrays import ITEMSIZE, View
+from .memory import alignment, contiguous_strides, overlaps_itself, share_memory
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+LENGTH_DTYPES = ("int32", "int64")      # of cu_seqlens and seqused
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**30 - 1          # row and key coordinates and their sums are int32 in the kernels
 MAX_STRIDE = 2**62
@@ -19,12 +20,16 @@ MAX_STRIDE = 2**62
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention forward, dense: sizes, dtype, mask and score options.
+    """One attention forward: sizes, dtype, mask and score options.
 
     Query i sees key j iff ``i + d - window_left <= j <= i + d + window_right`` with ``d = seqlen_k - seqlen_q``;
     None is unbounded, and causal is already folded into ``window_right``. ``softcap`` 0 is off. ``alignment`` is
     the largest power of two (2 to 16, bytes) that divides every base pointer and outer stride of q, k and v;
     ``out_alignment`` the same of out.
+
+    ``varlen``: ``batch`` is the number of sequences, packed one after the other; ``seqlen_q`` and ``seqlen_k`` are the
+    rows of all arrays, and the relation above holds inside each sequence with its own lengths. Bits 0 to 3 of
+    ``int64_lengths`` say that cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k are int64 and not int32.
     """
 
     dtype: str
@@ -42,38 +47,152 @@ class Problem:
     return_lse: bool = False
     alignment: int = 16
     out_alignment: int = 16
+    varlen: bool = False
+    has_seqused_q: bool = False
+    has_seqused_k: bool = False
+    int64_lengths: int = 0
+
+    @property
+    def batch_axis(self) -> int:
+        """How many times there are seqlen_q rows of q and seqlen_k rows of k."""
+        return 1 if self.varlen else self.batch
 
     @property
     def is_empty(self) -> bool:
         """Nothing is written: there is no output element and no lse."""
-        return 0 in (self.batch, self.seqlen_q, self.heads_q)
+        return 0 in (self.batch_axis, self.seqlen_q, self.heads_q)
 
     @property
     def lse_dtype(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        return lse_dtype(self.dtype)
 
 
-def check_attention(q: View, k: View, v: View, *, causal=False, window=None, softmax_scale=None, softcap=0.0,
-                    return_lse=False, out: View | None = None) -> Problem:
+@dataclass(frozen=True)
+class BackwardProblem(Problem):
+    """The gradients of a forward. ``alignment`` is that of q, k, v, out and dout, ``out_alignment`` of dq, dk and dv."""
+
+    deterministic: bool = False
+    has_dlse: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is written: neither dq nor dk and dv have an element."""
+        return self.batch_axis == 0 or 0 in (self.seqlen_q, self.heads_q) and 0 in (self.seqlen_k, self.heads_k)
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+def check_attention(q: View, k: View, v: View, *, return_lse=False, out: View | None = None, **options) -> Problem:
     """Check the inputs of ``cuflash.attention`` and return the problem they state.
 
-    Raises ValueError or TypeError naming the argument, what came and what is allowed.
+    Raises ValueError or TypeError naming the argument, what came and what is allowed. ``options`` of all calls: causal,
+    window, softmax_scale and softcap.
     """
-    views = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v}
+    return _forward(_dense_sizes(inputs) | _options(q, k, **options), inputs, out, return_lse)
+
+
+def check_attention_varlen(q: View, k: View, v: View, cu_seqlens_q: View, cu_seqlens_k: View, *, seqused_q: View | None = None,
+                           seqused_k: View | None = None, return_lse=False, out: View | None = None, **options) -> Problem:
+    """As check_attention, for ``cuflash.attention_varlen``. What the lengths say is not read: check_lengths does."""
+    inputs = {"q": q, "k": k, "v": v}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    sizes = _packed_sizes(inputs) | _lengths(lengths, q)
+    return _forward(sizes | _options(q, k, **options), inputs | _given(lengths), out, return_lse)
+
+
+def check_attention_backward(dout: View, q: View, k: View, v: View, out: View, lse: View, *, dlse: View | None = None,
+                             deterministic=False, dq: View | None = None, dk: View | None = None, dv: View | None = None,
+                             **options) -> BackwardProblem:
+    """As check_attention, for ``cuflash.attention_backward``."""
+    inputs = {"q": q, "k": k, "v": v}
+    return _backward(_dense_sizes(inputs) | _options(q, k, **options), inputs, {"out": out, "dout": dout},
+                     {"lse": lse, "dlse": dlse}, {"dq": dq, "dk": dk, "dv": dv}, deterministic)
+
+
+def check_attention_varlen_backward(dout: View, q: View, k: View, v: View, out: View, lse: View, cu_seqlens_q: View,
+                                    cu_seqlens_k: View, *, seqused_q: View | None = None, seqused_k: View | None = None,
+                                    dlse: View | None = None, deterministic=False, dq: View | None = None,
+                                    dk: View | None = None, dv: View | None = None, **options) -> BackwardProblem:
+    """As check_attention_varlen, for ``cuflash.attention_varlen_backward``."""
+    inputs = {"q": q, "k": k, "v": v}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    sizes = _packed_sizes(inputs) | _lengths(lengths, q)
+    return _backward(sizes | _options(q, k, **options), inputs | _given(lengths), {"out": out, "dout": dout},
+                     {"lse": lse, "dlse": dlse}, {"dq": dq, "dk": dk, "dv": dv}, deterministic)
+
+
+def _forward(fields: dict, inputs: dict[str, View], out: View | None, return_lse) -> Problem:
+    if out is not None:
+        _check_written("out", out, result_shapes(fields)["out"], inputs)
+    return Problem(**fields, return_lse=bool(return_lse), alignment=min(alignment(inputs[name]) for name in "qkv"),
+                   out_alignment=_alignment_of_written(fields, {"out": out}))
+
+
+def _backward(fields: dict, inputs: dict[str, View], results: dict[str, View], statistics: dict[str, View | None],
+              gradients: dict[str, View | None], deterministic) -> BackwardProblem:
+    """``results``: out and dout, shaped alike; ``statistics``: lse and dlse; ``gradients``: dq, dk and dv where given."""
+    if not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(f"deterministic must be a bool; got {deterministic!r}")
+    q, shapes = inputs["q"], result_shapes(fields)
+    for name, view in results.items():
+        _check_like(name, view, shapes["out"], q)
+        _check_last_stride(name, view)
+    for name, view in _given(statistics).items():
+        _check_like(name, view, shapes["lse"], q, lse_dtype(q.dtype))
+        _check_packed(name, view)
+    seen = inputs | results | _given(statistics)
+    for name, view in _given(gradients).items():
+        _check_written(name, view, shapes[name], seen)
+        seen = seen | {name: view}
+    return BackwardProblem(
+        **fields, alignment=min(alignment(view) for view in (*(inputs[name] for name in "qkv"), *results.values())),
+        out_alignment=_alignment_of_written(fields, gradients), deterministic=bool(deterministic),
+        has_dlse=statistics["dlse"] is not None)
+
+
+def _given(views: dict[str, View | None]) -> dict[str, View]:
+    return {name: view for name, view in views.items() if view is not None}
+
+
+def result_shapes(fields: dict) -> dict[str, tuple[int, ...]]:
+    """Shapes of the results of a problem, by its fields, as views have them: with a batch axis, 1 where rows are packed."""
+    batch = 1 if fields.get("varlen") else fields["batch"]
+    rows_q, rows_k = (batch, fields["seqlen_q"], fields["heads_q"]), (batch, fields["seqlen_k"], fields["heads_k"])
+    return {"out": (*rows_q, fields["head_dim_v"]), "lse": (batch, fields["heads_q"], fields["seqlen_q"]),
+            "dq": (*rows_q, fields["head_dim"]), "dk": (*rows_k, fields["head_dim"]), "dv": (*rows_k, fields["head_dim_v"])}
+
+
+# ----------------------------------------------------------------------------------------------------- shapes and kinds
+
+def _dense_sizes(views: dict[str, View]) -> dict:
     check_kind(views)
     for name, view in views.items():
         if len(view.shape) != 4:
             raise ValueError(f"{name} must have 4 axes (batch, seqlen, heads, head_dim), or 3 for a batch of one; "
                              f"got shape {_original(view)}")
+    q, k, v = views.values()
     if len({view.was_3d for view in views.values()}) != 1:
         raise ValueError("q, k and v must all have 4 axes or all have 3; got shapes "
                          f"{_original(q)}, {_original(k)} and {_original(v)}")
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    _, seqlen_k, heads_k, head_dim_v = v.shape
-    if not (k.shape[0] == v.shape[0] == batch):
-        raise ValueError(f"batch must be the same in q, k and v; got {batch}, {k.shape[0]} and {v.shape[0]}")
+    if not (k.shape[0] == v.shape[0] == q.shape[0]):
+        raise ValueError(f"batch must be the same in q, k and v; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    return {"batch": q.shape[0], **_sizes(views, "seqlen")}
+
+
+def _packed_sizes(views: dict[str, View]) -> dict:
+    check_kind(views)
+    for name, view in views.items():
+        if not view.was_3d:
+            raise ValueError(f"{name} must have 3 axes (total rows of all sequences, heads, head_dim); got shape {view.shape}")
+    return {"varlen": True, **_sizes(views, "total rows")}
+
+
+def _sizes(views: dict[str, View], rows: str) -> dict:
+    q, k, v = views.values()
+    (_, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_k, head_dim_v) = q.shape, v.shape
     if k.shape[1] != v.shape[1]:
-        raise ValueError(f"seqlen must be the same in k and v; got {k.shape[1]} and {v.shape[1]}")
+        raise ValueError(f"{rows} must be the same in k and v; got {k.shape[1]} and {v.shape[1]}")
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"heads must be the same in k and v; got {k.shape[2]} and {v.shape[2]}")
     if k.shape[3] != head_dim:
@@ -83,40 +202,74 @@ def check_attention(q: View, k: View, v: View, *, causal=False, window=None, sof
     for name, size in (("head_dim of q and k", head_dim), ("head_dim of v", head_dim_v)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must be 1 to {MAX_HEAD_DIM}; got {size}")
-    for name, size in (("seqlen of q", seqlen_q), ("seqlen of k", seqlen_k)):
+    for name, size in ((f"{rows} of q", seqlen_q), (f"{rows} of k", seqlen_k)):
         if size > MAX_SEQLEN:
             raise ValueError(f"{name} must be at most {MAX_SEQLEN}; got {size}")
     for name, view in views.items():
         _check_last_stride(name, view)
+    return {"dtype": q.dtype, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_q, "heads_k": heads_k,
+            "head_dim": head_dim, "head_dim_v": head_dim_v}
 
-    left, right = _window(window)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be a bool; got {causal!r}")
-    if causal:
-        right = 0 if right is None else min(right, 0)
-    # A side that reaches past every key is no bound at all; what is left fits int32.
-    if left is not None and left >= seqlen_k - 1:
-        left = None
-    if right is not None and right >= seqlen_q - 1:
-        right = None
 
-    problem = Problem(
-        dtype=q.dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_k=heads_k,
-        head_dim=head_dim, head_dim_v=head_dim_v, softmax_scale=_scale(softmax_scale, head_dim),
-        softcap=_softcap(softcap), window_left=left, window_right=right, return_lse=bool(return_lse),
-        alignment=min(_alignment(view) for view in views.values()),
-        out_alignment=_alignment(out) if out is not None else _packed_alignment(head_dim_v, q.dtype))
-    if out is not None:
-        _check_out(out, problem, views)
-    return problem
+def _lengths(lengths: dict[str, View | None], q: View) -> dict:
+    """Fields of the problem that cu_seqlens and seqused state by their shapes and dtypes."""
+    for name, view in _given(lengths).items():
+        check_beside(name, view, q)
+        if view.dtype not in LENGTH_DTYPES:
+            raise TypeError(f"{name} must be one of {', '.join(LENGTH_DTYPES)}; got {view.dtype}")
+        if len(view.shape) != 1 or view.was_3d:
+            raise ValueError(f"{name} must have 1 axis; got shape {_original(view)}")
+        _check_packed(name, view)
+    (ends,), (key_ends,) = lengths["cu_seqlens_q"].shape, lengths["cu_seqlens_k"].shape
+    if ends == 0:
+        raise ValueError("cu_seqlens_q must have one element more than there are sequences, the first of them 0; got shape (0,)")
+    if key_ends != ends:
+        raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, ({ends},); got ({key_ends},)")
+    for name in ("seqused_q", "seqused_k"):
+        if lengths[name] is not None and lengths[name].shape != (ends - 1,):
+            raise ValueError(f"{name} must have an element for each sequence of cu_seqlens_q, shape ({ends - 1},); "
+                             f"got {lengths[name].shape}")
+    return {"batch": ends - 1, "has_seqused_q": lengths["seqused_q"] is not None,
+            "has_seqused_k": lengths["seqused_k"] is not None,
+            "int64_lengths": sum(1 << bit for bit, view in enumerate(lengths.values())
+                                 if view is not None and view.dtype == "int64")}
+
+
+def check_lengths(rows: dict[str, int], cu_seqlens: dict[str, np.ndarray], seqused: dict[str, np.ndarray | None]) -> None:
+    """Raise ValueError unless the lengths, as arrays on the host, describe the arrays. Dicts by side, "q" and "k"."""
+    for side, ends in cu_seqlens.items():
+        name = f"cu_seqlens_{side}"
+        if ends[0] != 0:
+            raise ValueError(f"{name} must start at 0; got {ends[0]}")
+        lengths = np.diff(ends)
+        if (lengths < 0).any():
+            at = int(np.argmax(lengths < 0))
+            raise ValueError(f"{name} must not decrease; got {ends[at]} and then {ends[at + 1]} at index {at + 1}")
+        if ends[-1] > rows[side]:
+            raise ValueError(f"{name} must end at {rows[side]}, the rows of {side}, or before; got {ends[-1]}")
+        used = seqused[side]
+        if used is not None and ((used < 0) | (used > lengths)).any():
+            at = int(np.argmax((used < 0) | (used > lengths)))
+            raise ValueError(f"seqused_{side} must be 0 to the length of each sequence; got {used[at]} for sequence {at}, "
+                             f"of length {lengths[at]}")
+
+
+def check_hint(name: str, hint) -> None:
+    """Raise unless max_seqlen_q or max_seqlen_k is None or a length."""
+    if hint is None:
+        return
+    if isinstance(hint, bool) or not isinstance(hint, numbers.Integral):
+        raise TypeError(f"{name} must be an integer or None; got {hint!r}")
+    if hint < 0:
+        raise ValueError(f"{name} must be 0 or more; got {hint}")
 
 
 def _original(view: View) -> tuple[int, ...]:
     return view.shape[1:] if view.was_3d else view.shape
 
 
-def check_kind(views: dict[str, View]) -> None:
-    """Raise unless the views agree on framework, device and a dtype that is supported."""
+def check_place(views: dict[str, View]) -> None:
+    """Raise unless the views agree on framework and device."""
     names = ", ".join(views)
     frameworks = [view.framework for view in views.values()]
     if len(set(frameworks)) != 1:
@@ -124,6 +277,20 @@ def check_kind(views: dict[str, View]) -> None:
     devices = [view.device for view in views.values()]
     if len(set(devices)) != 1:
         raise ValueError(f"{names} must be on one device; got {', '.join(devices)}")
+
+
+def check_beside(name: str, view: View, q: View) -> None:
+    """Raise unless the array is on the device of q and of its framework."""
+    if view.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {view.device}")
+    if view.framework != q.framework:
+        raise TypeError(f"{name} must come from the framework of q, {q.framework}; got {view.framework}")
+
+
+def check_kind(views: dict[str, View]) -> None:
+    """Raise unless the views agree on framework, device and a dtype that is supported."""
+    check_place(views)
+    names = ", ".join(views)
     dtypes = [view.dtype for view in views.values()]
     if len(set(dtypes)) != 1:
         raise TypeError(f"{names} must have one dtype; got {', '.join(dtypes)}: cast them to the same one of "
@@ -143,19 +310,37 @@ def _check_last_stride(name: str, view: View) -> None:
         raise ValueError(f"{name} has a stride of {max(map(abs, view.strides))} elements, past the 64-bit range")
 
 
-def _alignment(view: View) -> int:
-    """Largest power of two up to 16 bytes that divides the base pointer and the strides of axes longer than 1."""
-    bits = view.ptr | 16
-    for size, stride in zip(view.shape[:3], view.strides[:3]):
-        if size > 1:
-            bits |= stride * ITEMSIZE[view.dtype]
+def _check_packed(name: str, view: View) -> None:
+    """For arrays that the kernels read without strides."""
+    shape, strides = (view.shape[1:], view.strides[1:]) if view.was_3d else (view.shape, view.strides)
+    packed = contiguous_strides(shape)
+    if 0 not in shape and any(size > 1 and stride != expected for size, stride, expected in zip(shape, strides, packed)):
+        raise ValueError(f"{name} must be contiguous; got strides {strides} elements for shape {shape}: make it contiguous first")
+    if view.ptr % ITEMSIZE[view.dtype]:
+        raise ValueError(f"{name} must be aligned to its element ({ITEMSIZE[view.dtype]} bytes); its address is {view.ptr:#x}")
+
+
+def _alignment_of_written(fields: dict, given: dict[str, View | None]) -> int:
+    """The alignment of all results; those that are not given are row-major arrays that cuflash allocates."""
+    bits = 16
+    for name, view in given.items():
+        bits |= result_shapes(fields)[name][3] * ITEMSIZE[fields["dtype"]] if view is None else alignment(view)
     return bits & -bits
 
 
-def _packed_alignment(head_dim_v: int, dtype: str) -> int:
-    """_alignment of a row-major output that cuflash allocates."""
-    row_bytes = head_dim_v * ITEMSIZE[dtype] | 16
-    return row_bytes & -row_bytes
+def _options(q: View, k: View, causal=False, window=None, softmax_scale=None, softcap=0.0) -> dict:
+    left, right = _window(window)
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal must be a bool; got {causal!r}")
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    # A side that reaches past every key is no bound at all, in no sequence of a packed batch; what is left fits int32.
+    if left is not None and left >= k.shape[1] - 1:
+        left = None
+    if right is not None and right >= q.shape[1] - 1:
+        right = None
+    return {"softmax_scale": _scale(softmax_scale, q.shape[3]), "softcap": _softcap(softcap), "window_left": left,
+            "window_right": right}
 
 
 def _window(window) -> tuple[int | None, int | None]:
@@ -200,68 +385,39 @@ def _softcap(softcap) -> float:
     return cap
 
 
-def _check_out(out: View, problem: Problem, views: dict[str, View]) -> None:
-    q = views["q"]
-    expected = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
-    if out.framework != q.framework:
-        raise TypeError(f"out must come from the framework of q, {q.framework}; got {out.framework}")
-    if out.was_3d != q.was_3d or out.shape != expected:
-        raise ValueError(f"out must have shape {expected[1:] if q.was_3d else expected}; got {_original(out)}")
-    if out.dtype != problem.dtype:
-        raise TypeError(f"out must have the dtype of q, {problem.dtype}; got {out.dtype}")
-    if out.device != q.device:
-        raise ValueError(f"out must be on the device of q, {q.device}; got {out.device}")
-    if out.readonly:
-        raise ValueError("out must be writable; got a read-only array")
-    _check_last_stride("out", out)
-    if _overlaps_itself(out):
-        raise ValueError(f"out must not overlap itself; got strides {out.strides} elements for shape {out.shape}")
-    check_overlap(out, views)
+# ------------------------------------------------------------------------------------------- arrays that go with q, k, v
+
+def lse_dtype(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
 
 
-def check_overlap(out: View, views: dict[str, View]) -> None:
-    """Raise ValueError if out shares an element with one of the views."""
-    for name, view in views.items():
-        if _share_memory(out, view):
-            raise ValueError(f"out must not overlap {name}: they share memory")
+def _check_like(name: str, view: View, shape: tuple[int, ...], q: View, dtype: str | None = None) -> None:
+    """Raise unless the array has that shape, with or without the batch axis as q, and otherwise is like q."""
+    if view.framework != q.framework:
+        raise TypeError(f"{name} must come from the framework of q, {q.framework}; got {view.framework}")
+    expected = shape[1:] if q.was_3d else shape
+    if _original(view) != expected:
+        raise ValueError(f"{name} must have shape {expected}; got {_original(view)}")
+    if view.dtype != (dtype or q.dtype):
+        raise TypeError(f"{name} must have the dtype of q, {q.dtype}; got {view.dtype}" if dtype is None else
+                        f"{name} must be {dtype} where q is {q.dtype}; got {view.dtype}")
+    if view.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}; got {view.device}")
 
 
-def byte_extent(view: View) -> tuple[int, int]:
-    """First and past-the-last byte that a view reaches, counted from its pointer."""
-    if 0 in view.shape:
-        return 0, 0
-    itemsize = ITEMSIZE[view.dtype]
-    reach = [(size - 1) * stride * itemsize for size, stride in zip(view.shape, view.strides)]
-    return sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + itemsize
+def _check_written(name: str, view: View, shape: tuple[int, ...], others: dict[str, View]) -> None:
+    """Raise unless the array can take a result of that shape, apart from all others in memory."""
+    _check_like(name, view, shape, others["q"])
+    if view.readonly:
+        raise ValueError(f"{name} must be writable; got a read-only array")
+    _check_last_stride(name, view)
+    if overlaps_itself(view):
+        raise ValueError(f"{name} must not overlap itself; got strides {view.strides} elements for shape {view.shape}")
+    check_overlap(name, view, others)
 
 
-class _Addresses:
-    """The addresses of a view as NumPy sees arrays; nothing is ever read through it."""
-
-    def __init__(self, view: View):
-        itemsize = ITEMSIZE[view.dtype]
-        self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{itemsize}", "shape": view.shape, "data": (view.ptr, True),
-            "strides": tuple(stride * itemsize for stride in view.strides)}
-
-
-def _share_memory(a: View, b: View) -> bool:
-    if 0 in a.shape or 0 in b.shape:
-        return False
-    a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
-    try:
-        return np.shares_memory(a, b, max_work=10_000)
-    except np.exceptions.TooHardError:      # interleaved beyond what can be decided quickly
-        return np.may_share_memory(a, b)
-
-
-def _overlaps_itself(view: View) -> bool:
-    """True unless sorting the axes by stride shows that each one steps over everything inside it."""
-    if 0 in view.shape:
-        return False
-    inner = 1
-    for stride, size in sorted((abs(stride), size) for size, stride in zip(view.shape, view.strides) if size > 1):
-        if stride < inner:
-            return True
-        inner = stride * (size - 1) + inner
-    return False
+def check_overlap(name: str, view: View, others: dict[str, View]) -> None:
+    """Raise ValueError if an array that is written shares an element with one of the others."""
+    for other_name, other in others.items():
+        if share_memory(view, other):
+            raise ValueError(f"{name} must not overlap {other_name}: they share memory")

@@ -9,8 +9,10 @@ result, what it writes there is found afterwards.
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Matrices are small and processes many: BLAS threads that wait for each other cost ten times what they save.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -32,19 +34,27 @@ TAKES = {"cpu": tuple(DTYPES), "simt": tuple(DTYPES), "sm80": ("float16", "bfloa
 POISON = 0xFF  # in every byte: NaN as float16, bfloat16, float32 and float64
 BAND = 1024  # bytes of poison on both sides of an array; keeps its alignment
 
+# What a test of every kernel needs, where each combination of options is a kernel to compile.
+FEW = ("cpu-float32", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16")
+
 # Sizes around the tiles of 16, 32, 64 and 128 rows or keys.
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193)
 
 
 def on(*backends, dtypes=tuple(DTYPES)):
     """Parameters `backend, dtype` for each backend named (all by default) and dtype that it takes."""
+    return on_pairs(
+        *(f"{name}-{dtype}" for name in backends or TAKES for dtype in dtypes if dtype in TAKES[name])
+    )
+
+
+def on_pairs(*pairs):
+    """Parameters `backend, dtype` for each pair of them, "sm80-float16"."""
     return pytest.mark.parametrize(
         "backend, dtype",
         [
-            pytest.param(name, dtype, id=f"{name}-{dtype}", marks=() if name == "cpu" else pytest.mark.gpu)
-            for name in backends or TAKES
-            for dtype in dtypes
-            if dtype in TAKES[name]
+            pytest.param(*pair.split("-"), id=pair, marks=() if pair.startswith("cpu") else pytest.mark.gpu)
+            for pair in pairs
         ],
         indirect=["backend"],
     )
@@ -84,12 +94,15 @@ class Cpu:
     def wash(self) -> None:
         pass
 
+    def call(self, function, *arrays, **options):
+        return function(*arrays, **options)
+
     def attention(self, q, k, v, **options):
-        return cuflash.attention(q, k, v, **options)
+        return self.call(cuflash.attention, q, k, v, **options)
 
 
 class Gpu:
-    """CuPy arrays and one tier, forced. What `attention` allocates is full of NaN, and guarded."""
+    """CuPy arrays and one tier, forced. What a call allocates, results and scratch, is full of NaN, and guarded."""
 
     exact = True
 
@@ -131,6 +144,9 @@ class Gpu:
         shared_memory_wash()
 
     def attention(self, q, k, v, **options):
+        return self.call(cuflash.attention, q, k, v, **options)
+
+    def call(self, function, *arrays, **options):
         import cupy
 
         pool, blocks = cupy.get_default_memory_pool(), []
@@ -142,11 +158,11 @@ class Gpu:
             return block + BAND
 
         with config.force_tier(self.tier), cupy.cuda.using_allocator(guarded):
-            result = cuflash.attention(q, k, v, **options)
+            result = function(*arrays, **options)
         for block, size in blocks:
             data = self.fetch(block, size + 2 * BAND)
-            assert (data[:BAND] == POISON).all(), "written before the start of a result"
-            assert (data[BAND + size :] == POISON).all(), "written past the end of a result"
+            assert (data[:BAND] == POISON).all(), "written before the start of a result or of scratch"
+            assert (data[BAND + size :] == POISON).all(), "written past the end of a result or of scratch"
         return result
 
 
@@ -202,9 +218,9 @@ def shared_memory_wash() -> None:
     kernel((blocks,), (256,), (np.uint32(size // 4), np.uint64(found.ptr)), shared_mem=size)
 
 
-def spin(milliseconds: float) -> None:
-    """Keep CuPy's current stream busy."""
-    _raw_kernel(_SPIN, "spin")((1,), (1,), (np.int64(milliseconds * 1.5e6),))
+def spin(milliseconds: float, blocks: int = 1) -> None:
+    """Keep CuPy's current stream busy, and as many multiprocessors as there are blocks."""
+    _raw_kernel(_SPIN, "spin")((blocks,), (256,), (np.int64(milliseconds * 1.5e6),))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -213,7 +229,7 @@ def spin(milliseconds: float) -> None:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the elements of a (batch, seqlen, heads, head_dim) array lie in memory.
+    """How the elements of a (batch, seqlen, heads, head_dim) array, or one of fewer axes, lie in memory.
 
     ``order``: the axes b, s, h, d from the outermost to the innermost. ``pad``: elements left free behind
     each axis, in the order b, s, h, d. ``base``: bytes from an address that 256 divides to the first element.
@@ -227,7 +243,9 @@ class Layout:
     expanded: str = ""
 
     def strides(self, shape) -> tuple[list[int], int, int]:
-        """Strides and the place of element (0, 0, 0, 0), in elements, and how many the array spans."""
+        """Strides and the place of the first element, in elements, and how many the array spans."""
+        missing = 4 - len(shape)
+        shape = (1,) * missing + tuple(shape)
         strides, start, step = [0] * 4, 0, 1
         for name in reversed(self.order):
             axis = "bshd".index(name)
@@ -238,7 +256,7 @@ class Layout:
             if name in self.backwards and 0 not in shape:
                 start += strides[axis] * (shape[axis] - 1)
                 strides[axis] *= -1
-        return strides, start, step
+        return strides[missing:], start, step
 
 
 PLAIN = Layout()
@@ -256,7 +274,7 @@ class Placed:
         data = Cpu().empty(self.size)
         data[:] = POISON
         if values is not None:
-            for axis, name in enumerate("bshd"):
+            for axis, name in enumerate("bshd"[4 - len(self.shape) :]):
                 if name in layout.expanded:
                     assert (values.astype(np.float64) == values.take([0], axis).astype(np.float64)).all()
             self._inside(data)[...] = values
@@ -342,19 +360,23 @@ def assert_right(result, lse, q, k, v, **options) -> None:
     assert judgement.ok, f"{judgement.why} (q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}, {options})"
 
 
-def assert_same(backend, got, expected, what="") -> None:
-    """Two results of the same values: bit for bit on a GPU, within rounding on the CPU, NaN equal to NaN."""
-    for name, x, y in zip(("out", "lse"), got, expected, strict=True):
+def assert_same(backend, got, expected, what="", exact=None) -> None:
+    """Two results of the same values: bit for bit on a GPU, within rounding on the CPU, NaN equal to NaN.
+
+    They are (out, lse) or Gradients. With `exact` only the results so named must agree to the bit.
+    """
+    names = getattr(got, "_fields", ("out", "lse"))
+    for name, x, y in zip(names, got, expected, strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
-        if backend.exact:
+        if backend.exact and (exact is None or name in exact):
             bits = np.dtype(f"u{x.dtype.itemsize}")
             places = np.argwhere(np.ascontiguousarray(x).view(bits) != np.ascontiguousarray(y).view(bits))
             assert not len(places), f"{what}: {len(places)} elements of {name} differ, first at {places[0]}"
         else:
             tolerance = 16 * float(ml_dtypes.finfo(x.dtype).eps)
-            np.testing.assert_allclose(
-                x.astype(np.float64), y.astype(np.float64), tolerance, tolerance, err_msg=what
-            )
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            largest = np.abs(y[np.isfinite(y)]).max(initial=1.0)
+            np.testing.assert_allclose(x, y, tolerance, tolerance * largest, err_msg=f"{what}: {name}")
 
 
 @contextlib.contextmanager
@@ -365,3 +387,234 @@ def fresh_process_state(monkeypatch):
         patch.setattr(jit, "_loaded", {})
         patch.setattr(attention, "_prepared", attention._Prepared())
         yield
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Packed sequences
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The sequences of a packed batch: rows of each in q and in k, and rows that follow the last one.
+
+    With `used_q` or `used_k` only so many rows of each take part. Without `k` it is as long as q.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...] | None = None
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    spare_q: int = 0
+    spare_k: int = 0
+    dtype: str = "int32"
+
+    def slots(self, side: str) -> list[slice]:
+        """The rows of each sequence in q or k."""
+        rows = self.q if side == "q" or self.k is None else self.k
+        ends = list(itertools.accumulate(rows, initial=0))
+        return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+    def used(self, side: str) -> list[slice]:
+        """The rows of each sequence that take part."""
+        used = self.used_q if side == "q" else self.used_k
+        return [
+            slice(slot.start, slot.stop if used is None else slot.start + used[i])
+            for i, slot in enumerate(self.slots(side))
+        ]
+
+    def total(self, side: str) -> int:
+        slots = self.slots(side)
+        return (slots[-1].stop if slots else 0) + (self.spare_q if side == "q" else self.spare_k)
+
+    def without_empty(self):
+        """The same rows without the sequences that have none, in q nor in k: as right, and sooner judged."""
+        assert self.used_q is self.used_k is None
+        pairs = [pair for pair in zip(self.q, self.k or self.q, strict=True) if any(pair)]
+        return Lengths(*zip(*pairs, strict=True), spare_q=self.spare_q, spare_k=self.spare_k)
+
+    def unused(self, side: str) -> np.ndarray:
+        """Whether each row takes part in nothing."""
+        rest = np.ones(self.total(side), bool)
+        for rows in self.used(side):
+            rest[rows] = False
+        return rest
+
+    def arrays(self) -> tuple[tuple[np.ndarray, np.ndarray], dict[str, np.ndarray]]:
+        """cu_seqlens_q and cu_seqlens_k, and the other arrays by keyword."""
+        ends = (np.array([0, *(slot.stop for slot in self.slots(side))], self.dtype) for side in "qk")
+        used = {"seqused_q": self.used_q, "seqused_k": self.used_k}
+        return tuple(ends), {
+            name: np.array(rows, self.dtype) for name, rows in used.items() if rows is not None
+        }
+
+
+def packed_inputs(dtype, lengths: Lengths, **sizes):
+    """q, k and v of the sequences one after the other, (rows, heads, head_dim). Rows that take part in nothing are NaN."""
+    total_q, total_k = lengths.total("q"), lengths.total("k")
+    q, k, v = (x[0] for x in inputs(dtype, batch=1, seqlen_q=total_q, seqlen_k=total_k, **sizes))
+    for x, side in ((q, "q"), (k, "k"), (v, "k")):
+        x[lengths.unused(side)] = np.nan
+    return q, k, v
+
+
+def place_lengths(backend, lengths: Lengths):
+    """The arrays of `lengths` on the backend, each between guard bands: ([Placed], positional, by keyword)."""
+    positional, named = lengths.arrays()
+    positional = [place(backend, x) for x in positional]
+    named = {name: place(backend, x) for name, x in named.items()}
+    arrays = {name: x.array for name, x in named.items()}
+    return [*positional, *named.values()], [x.array for x in positional], arrays
+
+
+def compute_varlen(backend, q, k, v, lengths: Lengths, layouts=PLAIN, out: Layout | None = None, **options):
+    """`compute` for packed sequences."""
+    layouts = (layouts,) * 3 if isinstance(layouts, Layout) else layouts
+    placed = [place(backend, x, layout) for x, layout in zip((q, k, v), layouts, strict=True)]
+    more, ends, used = place_lengths(backend, lengths)
+    target = None if out is None else Placed(backend, out, (*q.shape[:2], v.shape[2]), q.dtype)
+    result, lse = backend.call(
+        cuflash.attention_varlen,
+        *(x.array for x in placed),
+        *ends,
+        return_lse=True,
+        out=None if target is None else target.array,
+        **used,
+        **options,
+    )
+    assert target is None or result is target.array
+    result = backend.download(result) if target is None else target.fetch()
+    for x in (*placed, *more):
+        x.fetch()
+    lse = backend.download(lse)
+    assert result.dtype == q.dtype and result.shape == (*q.shape[:2], v.shape[2])
+    assert lse.dtype == (np.float64 if q.dtype == np.float64 else np.float32) and lse.shape == q.shape[1::-1]
+    return result, lse
+
+
+def check_varlen(backend, q, k, v, lengths: Lengths, layouts=PLAIN, out: Layout | None = None, **options):
+    """`compute_varlen`, judged by the oracle. `max_seqlen_q` and `max_seqlen_k` are no matter of the truth."""
+    result, lse = compute_varlen(backend, q, k, v, lengths, layouts, out, **options)
+    assert_right_varlen(result, lse, q, k, v, lengths, **_without_hints(options))
+    return result, lse
+
+
+def assert_right_varlen(result, lse, q, k, v, lengths: Lengths, **options) -> None:
+    ends, used = lengths.arrays()
+    judgement = oracle.judge_varlen(result, lse, q, k, v, *ends, **used, **options)
+    assert judgement.ok, f"{judgement.why} ({lengths}, {q.shape[1:]}, {k.shape[1:]}, {v.shape[1:]}, {q.dtype}, {options})"
+    rest = lengths.unused("q")
+    assert (result[rest] == 0).all() and (lse[:, rest] == -np.inf).all()
+
+
+def _without_hints(options):
+    return {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+class Gradients(NamedTuple):
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def dout_of(q, v, seed=0):
+    """The gradient of out, standard normal numbers."""
+    return normal((*q.shape[:-1], v.shape[-1]), q.dtype.name, 1000 + seed)
+
+
+def dlse_of(q, seed=0):
+    """The gradient of lse, of a dense batch or of packed sequences."""
+    shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return normal(shape, "float64" if q.dtype == np.float64 else "float32", 2000 + seed)
+
+
+def backward(
+    backend,
+    dout,
+    q,
+    k,
+    v,
+    *,
+    dlse=None,
+    lengths: Lengths | None = None,
+    layouts=PLAIN,
+    into=None,
+    state=None,
+    deterministic=False,
+    **options,
+) -> Gradients:
+    """The gradients on the host, of host arrays. Fails if a byte of an input, or around a result, has changed.
+
+    `layouts` is one for all of dout, q, k, v and out, or some of them by name. With `into`, one layout or some
+    by name, the results are written into arrays of the test's. `state` is (out, lse) on the host if not those
+    that the backend computes.
+    """
+    if state is None:
+        forward = compute if lengths is None else functools.partial(compute_varlen, lengths=lengths)
+        state = forward(backend, q, k, v, **options)
+    host = dict(dout=dout, q=q, k=k, v=v, out=state[0], lse=state[1])
+    if isinstance(layouts, Layout):
+        layouts = dict.fromkeys(("dout", "q", "k", "v", "out"), layouts)
+    if isinstance(into, Layout):
+        into = dict.fromkeys(Gradients._fields, into)
+    placed = [place(backend, x, layouts.get(name, PLAIN)) for name, x in host.items()]
+    arrays, named, more = [x.array for x in placed], {}, []
+    if dlse is not None:
+        more = [place(backend, dlse)]
+        named = {"dlse": more[0].array}
+    if lengths is not None:
+        placed_lengths, ends, used = place_lengths(backend, lengths)
+        more, arrays, named = more + placed_lengths, arrays + ends, named | used
+    like = {"dq": q, "dk": k, "dv": v}
+    targets = {
+        name: Placed(backend, layout, like[name].shape, q.dtype) for name, layout in (into or {}).items()
+    }
+    result = backend.call(
+        cuflash.attention_backward if lengths is None else cuflash.attention_varlen_backward,
+        *arrays,
+        deterministic=deterministic,
+        **{name: x.array for name, x in targets.items()},
+        **named,
+        **options,
+    )
+    for x, (name, before) in zip(placed, host.items(), strict=False):
+        assert x.fetch().tobytes() == before.tobytes(), f"{name} was written"
+    for x in more:
+        x.fetch()
+    values = []
+    for (name, x), given in zip(like.items(), result, strict=True):
+        assert name not in targets or given is targets[name].array
+        values.append(targets[name].fetch() if name in targets else backend.download(given))
+        assert values[-1].shape == x.shape and values[-1].dtype == x.dtype
+    return Gradients(*values)
+
+
+def check_backward(backend, dout, q, k, v, *, dlse=None, lengths: Lengths | None = None, **how) -> Gradients:
+    """`backward`, judged by the oracle."""
+    gradients = backward(backend, dout, q, k, v, dlse=dlse, lengths=lengths, **how)
+    options = {
+        name: value
+        for name, value in _without_hints(how).items()
+        if name not in ("layouts", "into", "state", "deterministic")
+    }
+    assert_right_gradients(gradients, dout, q, k, v, dlse=dlse, lengths=lengths, **options)
+    return gradients
+
+
+def assert_right_gradients(
+    gradients, dout, q, k, v, *, dlse=None, lengths: Lengths | None = None, **options
+) -> None:
+    if lengths is None:
+        judgement = oracle.judge_backward(*gradients, dout, q, k, v, dlse=dlse, **options)
+    else:
+        ends, used = lengths.arrays()
+        judgement = oracle.judge_varlen_backward(
+            *gradients, dout, q, k, v, *ends, dlse=dlse, **used, **options
+        )
+        for name, x in gradients._asdict().items():
+            assert (x[lengths.unused("q" if name == "dq" else "k")] == 0).all(), name
+    where = f"q {q.shape}, k {k.shape}, v {v.shape}, {q.dtype}, dlse {dlse is not None}, {lengths}, {options}"
+    assert judgement.ok, f"{judgement.why} ({where})"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -17,10 +18,11 @@ import pytest
 from click.testing import CliRunner
 
 import cuflash
-from cuflash import arrays, config, cpu, jit
+from cuflash import config, cpu, jit
 from cuflash.cli import builds, environment, main, options, trial
-from cuflash.cli.cases import CASES, LAYOUTS, Case
-from cuflash.problem import DTYPES, check_attention
+from cuflash.cli.case import LAYOUTS, Case
+from cuflash.cli.cases import CASES
+from cuflash.problem import DTYPES
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -117,6 +119,8 @@ BAD = [
     (["info", "--device", "0", "--arch", "sm_90"], 2, "give one of them"),
     (["explain"], 2, "name a GPU with --arch, as in --arch sm_90; none is here: no NVIDIA driver was found"),
     (["explain", "--arch", "ampere"], 2, "'ampere' is not one of sm_60"),
+    (["explain", "--arch", "sm_90", "--deterministic"], 2, "give --backward too"),
+    (["warmup", "--arch", "sm_90", "--deterministic"], 2, "give --backward too"),
     (["explain", "--arch", "sm_90", "--device", "0"], 2, "give one of them"),
     (["explain", "--arch", "sm_90", "--head-dim", "300"], 1, "head_dim of q and k must be 1 to 256; got 300"),
     (["explain", "--arch", "sm_90", "--head-dim", "64.5"], 2, "not a valid integer"),
@@ -178,7 +182,11 @@ def test_the_record_says_where_and_what(whole_check):
     for row in record["rows"]:
         assert row["ok"] and row["tier"] == "cpu" and row["why"] == ""
         assert row["max_err"] <= row["max_budget"] and row["rms_err"] <= row["rms_budget"]
-        assert row["lse_err"] <= row["lse_budget"] and row["ref_max_err"] >= 0 and row["ref_rms_err"] >= 0
+        assert row["ref_max_err"] >= 0 and row["ref_rms_err"] >= 0
+        if row["case"].startswith(("backward, ", "packed backward, ")):
+            assert row["of"] in ("dq", "dk", "dv") and row["lse_err"] is None
+        else:
+            assert row["of"] == "out" and row["lse_err"] <= row["lse_budget"]
 
 
 def test_no_gpu_is_said_first(no_gpu):
@@ -329,6 +337,96 @@ def raises(problem, q, k, v, out):
     raise RuntimeError("an illegal memory access was encountered\nand more")
 
 
+# The same of cpu.backward and of the functions for packed sequences.
+
+right_backward = cpu.backward
+
+
+def dk_slightly_wrong(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    dk[0, 3, 1, 5] *= 1.01
+
+
+def last_key_unwritten(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    whole = np.empty_like(dv)
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, whole)
+    dv[:, :-1] = whole[:, :-1]
+
+
+def dlse_ignored(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    right_backward(problem, dout, q, k, v, out, lse, None, dq, dk, dv)
+
+
+def group_not_summed(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    group = problem.heads_q // problem.heads_k
+    first = [x[:, :, ::group] for x in (dout, q)] + [k, v, out[:, :, ::group], lse[:, ::group]]
+    one_each = dataclasses.replace(problem, heads_q=problem.heads_k)
+    right_backward(one_each, *first, None, np.empty_like(first[1]), dk, dv)
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, np.empty_like(dk), np.empty_like(dv))
+
+
+def dq_differs_from_run_to_run(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, turn=[0]):  # noqa: B006
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    turn[0] += 1
+    if turn[0] % 2:
+        dq[0, 1, 0, 0] = np.nextafter(dq[0, 1, 0, 0], dq.dtype.type(9))
+
+
+def dv_differs(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, turn=[0]):  # noqa: B006
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    turn[0] += 1
+    if turn[0] % 2:
+        dv[0, 1, 0, 0] = np.nextafter(dv[0, 1, 0, 0], dv.dtype.type(9))
+
+
+def dk_past_the_end(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    np.lib.stride_tricks.as_strided(dk, (*dk.shape[:3], dk.shape[3] + 1))[-1, -1, -1, -1] = 0
+
+
+def dout_written(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv)
+    dout[...] = 0
+
+
+def unseen_keys_unwritten(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv):
+    whole = np.empty_like(dk)
+    right_backward(problem, dout, q, k, v, out, lse, dlse, dq, whole, dv)
+    seen = (whole != 0).any(axis=(0, 2, 3))
+    dk[:, seen] = whole[:, seen]
+
+
+right_varlen, right_varlen_backward = cpu.attention_varlen, cpu.backward_varlen
+
+
+def sequences_leak(problem, q, k, v, cu_q, cu_k, used_q, used_k, out):
+    one = np.array([0, cu_q[-1]], cu_q.dtype), np.array([0, cu_k[-1]], cu_k.dtype)
+    return right_varlen(dataclasses.replace(problem, batch=1), q, k, v, *one, None, None, out)
+
+
+def used_ignored(problem, q, k, v, cu_q, cu_k, used_q, used_k, out):
+    return right_varlen(problem, q, k, v, cu_q, cu_k, None, None, out)
+
+
+def rest_unwritten(problem, q, k, v, cu_q, cu_k, used_q, used_k, out):
+    whole = np.empty_like(out)
+    lse = right_varlen(problem, q, k, v, cu_q, cu_k, used_q, used_k, whole)
+    out[: cu_q[-1]] = whole[: cu_q[-1]]
+    return lse
+
+
+def lengths_written(problem, q, k, v, cu_q, cu_k, used_q, used_k, out):
+    lse = right_varlen(problem, q, k, v, cu_q, cu_k, used_q, used_k, out)
+    cu_k[-1] += 1
+    return lse
+
+
+def rest_of_dk_unwritten(problem, dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, dlse, dq, dk, dv):
+    whole = np.empty_like(dk)
+    right_varlen_backward(problem, dout, q, k, v, out, lse, cu_q, cu_k, used_q, used_k, dlse, dq, whole, dv)
+    dk[: cu_k[-1]] = whole[: cu_k[-1]]
+
+
 BROKEN = [
     (slightly_wrong, "seqlen 63 x 65", "max error "),
     (one_key_too_many, "causal 129 x 257", "max error "),
@@ -350,22 +448,46 @@ BROKEN = [
     (lse_in_base_two, "seqlen 63 x 65", "lse error "),
     (masked_nan_spreads, "NaN in keys that no query sees", "out has nan wrong in"),
     (raises, "seqlen 63 x 65", "RuntimeError: an illegal memory access was encountered"),
+    (dk_slightly_wrong, "backward, 63 x 65", "dk: max error "),
+    (last_key_unwritten, "backward, 63 x 65", "dv: not finite in 128 places, first at (0, 64, 0, 0)"),
+    (dlse_ignored, "backward, gradient of lse", "dq: max error "),
+    (group_not_summed, "backward, 7 heads", "dk: max error "),
+    (dq_differs_from_run_to_run, "backward, causal, 500", None),  # it may
+    (dq_differs_from_run_to_run, "backward, 8 heads", "dq of a second run differs in 1 of"),
+    (dv_differs, "backward, causal, 500", "dv of a second run differs in 1 of"),
+    (dk_past_the_end, "backward, heads outside", "memory around dk was written"),
+    (dout_written, "backward, 63 x 65", "dout was written"),
+    (unseen_keys_unwritten, "backward, NaN in unseen", "dk: not finite in"),
+    (sequences_leak, "packed, several", "max error "),
+    (used_ignored, "packed, some unused", "out has nan wrong in"),
+    (rest_unwritten, "packed, some unused", "out has nan wrong in"),
+    (lengths_written, "packed, several", "cu_seqlens_k was written"),
+    (rest_of_dk_unwritten, "packed backward, some unused", "dk: not finite in"),
 ]
+PATCHED = {  # by the number of arguments
+    5: "attention",
+    9: "attention_varlen",
+    11: "backward",
+    15: "backward_varlen",
+}
 
 
 @pytest.mark.parametrize(
     "broken, case, why", BROKEN, ids=[f"{broken.__name__}-{case}" for broken, case, _ in BROKEN]
 )
 def test_check_finds(monkeypatch, tmp_path, broken, case, why):
-    monkeypatch.setattr(cpu, "attention", broken)
+    takes = len([x for x in inspect.signature(broken).parameters if x != "turn"])
+    monkeypatch.setattr(cpu, PATCHED[takes], broken)
     file = tmp_path / "record.json"
     code, output = run("check", "--device", "cpu", "--case", case, "--dtype", "float32", "--json", file)
-    assert code == 1
-    row = next(line for line in output.splitlines() if line.startswith(case) and "float32" in line)
-    assert "FAIL: " in row and why in row, output
+    rows = read_json(file.read_text())["rows"]
+    assert len(rows) == 1 and code == (why is not None), output
+    if why is None:
+        return
+    line = next(line for line in output.splitlines() if line.startswith(case) and "float32" in line)
+    assert "FAIL: " in line and why in line, output
     assert (
-        "1 of 1 checks FAILED" in output
-        and f"  {case}, float32, cpu: {read_json(file.read_text())['rows'][0]['why']}" in output
+        "1 of 1 checks FAILED" in output and f"  {rows[0]['case']}, float32, cpu: {rows[0]['why']}" in output
     )
     assert read_json(file.read_text())["summary"] | {"seconds": 0} == {
         "ok": False,
@@ -417,31 +539,52 @@ def test_cases_cover_what_they_should():
         case.heads_q > case.heads_k == 1 for case in CASES
     )
     assert any(case.options.get("causal") and case.seqlen_q > case.seqlen_k for case in CASES)
+    gradients = [case for case in CASES if case.backward]
+    assert {case.lengths is not None for case in gradients} == {True, False}
+    assert (
+        {case.deterministic for case in gradients} == {case.with_dlse for case in gradients} == {True, False}
+    )
+    packed = [case.lengths for case in CASES if case.lengths]
+    assert any(0 in lengths.q and 0 in lengths.k for lengths in packed)
+    assert any(lengths.spare for lengths in packed) and any(lengths.used_k for lengths in packed)
     scales = {case.options.get("softmax_scale") for case in CASES}
     assert 0.0 in scales and any(scale is not None and scale < 0 for scale in scales)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_a_case_states_the_problem_of_its_arrays(case):
+def test_a_case_states_the_problems_of_its_arrays(monkeypatch, case):
     """What is compiled ahead of the run is what the run then needs."""
+    stated, depth = [], [0]
+
+    def recorder(compute):
+        def record(problem, *tensors):
+            if not depth[0]:  # a packed batch is computed as dense ones
+                stated.append(problem)
+            depth[0] += 1
+            try:
+                return compute(problem, *tensors)
+            finally:
+                depth[0] -= 1
+
+        return record
+
+    for name in ("attention", "attention_varlen", "backward", "backward_varlen"):
+        monkeypatch.setattr(cpu, name, recorder(getattr(cpu, name)))
     for dtype in ("float16", "float64"):
-        stated = case.problem(dtype)
-        placed = {
-            name: trial.Placed(shape, dtype, case.layouts[name], None, trial.NAN_BYTE)
-            for name, shape in case.shapes.items()
-        }
+        del stated[:]
         # The host's allocator aligns to 16 bytes, as much as counts; a GPU's to more.
-        assert all(x._memory.ctypes.data % 16 == 0 for x in placed.values())
-        views = {name: arrays.NumpyDoor().view(x.array) for name, x in placed.items()}
-        assert check_attention(**views, return_lse=True, **case.options) == stated
+        trial._compute(case, case.draw(dtype), dtype, None, trial.NAN_BYTE)
+        assert stated == case.problems(dtype)
 
 
 def test_draws_are_repeatable_and_constant_along_stride_0():
-    case = next(case for case in CASES if case.kv_layout == "expanded")
-    first, second = case.draw("float32"), case.draw("float32")
-    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-    q, k, v = first
-    assert (k == k[:1, :, :1]).all() and (v == v[:1, :, :1]).all() and not (q == q[:1]).all()
+    for case in CASES:
+        if case.kv_layout == "expanded":
+            first, second = case.draw("float32"), case.draw("float32")
+            assert all(np.array_equal(first[name], second[name]) for name in first)
+            q, k, v = (first[name] for name in "qkv")
+            assert (k == k[:1, :, :1]).all() and (v == v[:1, :, :1]).all() and not (q == q[:1]).all()
+            assert not case.backward or (first["dout"] == first["dout"][:1, :, :1]).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -549,6 +692,13 @@ def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
     assert len(fake_gpu) == len(tiers) and {variant.arch for variant in fake_gpu} == {"sm_90"}
 
 
+def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu):
+    code, output = run("check", "--case", "packed backward, several", "--dtype", "float16", "--tier", "sm80")
+    assert code == 0 and "packed backward, several" in output
+    kernels = ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80", "varlen_tiles", "varlen_tiles"]
+    assert sorted(variant.kernel for variant in fake_gpu) == kernels
+
+
 def test_one_tier_and_dtype_of_a_gpu(fake_gpu, tmp_path):
     file = tmp_path / "record.json"
     assert run("check", "--tier", "sm80", "--device", 1, "--case", "causal 1", "--json", file)[0] == 0
@@ -615,8 +765,8 @@ def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
     code, output = run("info", "--arch", arch, "--json")
     support = read_json(output)["support"]
     assert code == 0 and {row["dtype"] for row in support} == set(DTYPES)
-    for dtype in DTYPES:
-        rows = [row["head_dim"] for row in support if row["dtype"] == dtype]
+    for call, dtype in itertools.product(("forward", "backward"), DTYPES):
+        rows = [row["head_dim"] for row in support if (row["call"], row["dtype"]) == (call, dtype)]
         assert (
             rows[0][0] == 1
             and rows[-1][1] == 256
@@ -630,8 +780,11 @@ def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
                 ("plain", {}),
                 ("causal", {"causal": True}),
                 ("softcap", {"softcap": 30.0}),
+                ("varlen", {"varlen": True}),
             ):
-                problem = builds.packed_problem(row["dtype"], **sizes, **asked)
+                problem = builds.packed_problem(
+                    row["dtype"], **sizes, **asked, backward=row["call"] == "backward"
+                )
                 assert row["tiers"][feature] == config.choose(problem, device).tier
 
 
@@ -641,8 +794,12 @@ def test_info_table(no_gpu):
     assert any(line.startswith("tiers on H100/H200, compute capability 9.0") for line in lines)
     assert any(line.split()[:3] == ["bfloat16", "1-256", "sm80"] for line in lines)
     assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
+    assert any(line.split()[:2] == ["forward", "head_dim"] and "varlen" in line for line in lines)
+    assert any(line.split()[:2] == ["backward", "head_dim"] and "deterministic" in line for line in lines)
     _, output = run("info", "--arch", "sm_75")
     assert any(line.split()[:3] == ["bfloat16", "1-256", "simt"] for line in output.splitlines())
+    float16 = [line.split()[2] for line in output.splitlines() if line.startswith("float16")]
+    assert float16 == ["sm80", "simt"], "forward, backward"
 
 
 def test_info_with_a_gpu(fake_gpu, monkeypatch, tmp_path):
@@ -732,6 +889,42 @@ def test_explain_says_why(no_gpu):
         "others     simt: takes it too; sm80 comes first",
     ):
         assert text in output, output
+
+
+@pytest.mark.parametrize(
+    "args, kernels, scratch",
+    [
+        ((), ["fwd_sm80"], []),
+        (("--varlen",), ["varlen_tiles", "fwd_sm80"], ["tiles"]),
+        (("--backward",), ["bwd_delta", "bwd_sm80", "bwd_cast"], ["rows", "dq_sum"]),
+        (
+            ("--backward", "--deterministic", "--tier", "simt"),
+            ["bwd_delta", "bwd_simt", "bwd_cast"],
+            ["rows", "dq_sum", "turns"],
+        ),
+        (
+            ("--backward", "--varlen", "--batch", 3),
+            ["varlen_tiles", "bwd_delta", "bwd_sm80", "bwd_cast"],
+            ["tiles", "rows", "dq_sum"],
+        ),
+    ],
+)
+def test_explain_says_what_is_launched(no_gpu, no_nvrtc, args, kernels, scratch):
+    args = ("explain", "--arch", "sm_90", "--head-dim", 64, *args)
+    record = read_json(run(*args, "--json")[1])
+    assert [step["kernel"] for step in record["launches"]] == kernels
+    assert list(record["scratch_bytes"]) == scratch and all(record["scratch_bytes"].values())
+    assert record["kernel"] in kernels and record["call"] == (
+        "backward" if "bwd_cast" in kernels else "forward"
+    )
+    assert record["grid"] == {step["kernel"]: step["grid"] for step in record["launches"]}[record["kernel"]]
+    _, output = run(*args)
+    assert (", ".join(f"{step['kernel']} (" for step in record["launches"][:1]) in output) == (
+        len(kernels) > 1
+    )
+    assert all(f"{name} " in output for name in scratch)
+    assert ("3 sequences of 12288 x 12288 rows in all" in output) == ("--batch" in args)
+    assert (", deterministic" in output) == ("--deterministic" in args)
 
 
 def test_explain_says_why_not(no_gpu):
@@ -855,6 +1048,33 @@ def test_warmup_options_extend(no_gpu, built, tmp_path):
         and chosen(built, "MASK_LEFT") == [1]
     )
     assert chosen(built, "SCORE") == [0, 1, 2] and {variant.arch for variant in built} == {"sm_80", "sm_90"}
+
+
+def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path):
+    one = (
+        "warmup",
+        "--arch",
+        "sm_90",
+        "--dtype",
+        "bfloat16",
+        "--head-dim",
+        "64",
+        "--mask",
+        "causal",
+        "--output",
+        tmp_path,
+    )
+    kernels = {}
+    for args in ((), ("--varlen",), ("--backward",), ("--backward", "--varlen", "--deterministic")):
+        built.clear()
+        assert run(*one, *args)[0] == 0
+        kernels[args] = [variant.kernel for variant in built]
+    forward, varlen, backward, everything = kernels.values()
+    assert forward == ["fwd_sm80"] and sorted(varlen) == ["fwd_sm80", "fwd_sm80", "varlen_tiles"]
+    assert sorted(backward) == ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80"]
+    # Dense and packed, deterministic or not; the tiles of queries and those of keys.
+    counts = {"bwd_cast": 2, "bwd_delta": 4, "bwd_sm80": 4, "fwd_sm80": 2, "varlen_tiles": 2}
+    assert {kernel: everything.count(kernel) for kernel in everything} == counts
 
 
 def test_warmup_takes_the_gpus_here(fake_gpu, tmp_path):

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from cuflash import config, jit, launch
-from cuflash.config import DEVICES, choose
-from cuflash.problem import Problem
+from cuflash.config import DEVICES, choose, kernels_of
+from cuflash.problem import BackwardProblem, Problem
 
-KERNELS = ("fwd_simt", "fwd_sm80")
+TIERED = ("bwd_simt", "bwd_sm80", "fwd_simt", "fwd_sm80")
+KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "varlen_tiles")))
 SIXTEEN_BIT = ("float16", "bfloat16")
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
 OTHER_HEAD_DIMS = (32, 160, 192, 224)
@@ -56,6 +57,11 @@ def problem(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more
     )
 
 
+def backward(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more) -> BackwardProblem:
+    own = {name: more.pop(name) for name in ("deterministic",) if name in more}
+    return BackwardProblem(**vars(problem(dtype, head_dim, head_dim_v, mask, score, **more)) | own)
+
+
 def tensor_core_groups(arch):
     """(group, problem, whether it must not spill at all) for fwd_sm80."""
     dtypes = ("float16",) if arch == "sm_75" else SIXTEEN_BIT
@@ -67,8 +73,12 @@ def tensor_core_groups(arch):
         yield "other head dims", problem(last, head_dim, mask=mask), False
     for head_dim in (20, 100):
         yield "other head dims", problem(last, head_dim, alignment=8, out_alignment=8), False
+    for head_dim in (64, 128):
+        yield "packed", problem(last, head_dim, mask="causal", varlen=True), arch != "sm_75"
     if arch not in MAIN:
         return
+    for head_dim, mask in itertools.product((64, 128, 256), ("none", "window")):
+        yield "packed", problem("bfloat16", head_dim, mask=mask, varlen=True), True
     for head_dim, mask, score in itertools.product((64, 128, 256), MASKS, SCORES):
         # Nobody is in a hurry with a scale of 0 or below.
         stated = problem("bfloat16", head_dim, mask=mask, score=score)
@@ -106,37 +116,120 @@ def plain_groups(arch):
             False,
         )
 
+    for dtype, mask in (("float32", "causal"), ("float64", "window")):
+        yield "packed plain", problem(dtype, 64, mask=mask, varlen=True), False
+
+
+def tensor_core_gradient_groups(arch):
+    """The same for bwd_sm80, whose variants take three times as long: options in combination."""
+    for head_dim, mask in itertools.product((64, 128, 256), ("none", "causal")):
+        # head_dim 64 spills 16 to 24 bytes on sm_80 and sm_100.
+        yield f"gradients of {head_dim}", backward("bfloat16", head_dim, mask=mask), arch in MAIN
+    if arch == "sm_86":
+        for head_dim in (64, 128):
+            stated = backward("float16", head_dim, mask="window", deterministic=True, varlen=True)
+            yield f"gradients of {head_dim}", stated, False
+    if arch != "sm_90":
+        return
+    for head_dim in (64, 128, 256):
+        group = f"options of gradients of {head_dim}"
+        yield group, backward("bfloat16", head_dim, mask="causal", deterministic=True), True
+        yield group, backward("bfloat16", head_dim, mask="causal", varlen=True), True
+        yield (
+            group,
+            backward("float16", head_dim, mask="window", score="softcap", alignment=8, out_alignment=4),
+            False,
+        )
+    yield (
+        "rare gradients",
+        backward("float16", 64, mask="left", score="any scale", alignment=2, out_alignment=2),
+        False,
+    )
+    yield "rare gradients", backward("float16", 40, alignment=4, varlen=True, deterministic=True), False
+    for head_dim, head_dim_v in ((32, 32), (96, 96), (160, 160), (192, 128), (8, 256)):
+        yield "rare gradients", backward("bfloat16", head_dim, head_dim_v, "causal"), False
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "masks and scores of gradients", backward("float16", 128, mask=mask, score=score), False
+
+
+def plain_gradient_groups(arch):
+    """The same for bwd_simt."""
+    yield "plain gradients", backward("float32", 64, mask="causal"), True
+    if arch != "sm_90":
+        return
+    for dtype, head_dim in (
+        ("float64", 64),
+        ("bfloat16", 128),
+        ("float64", 128),
+        ("float32", 128),
+        ("float16", 256),
+    ):
+        yield "plain gradients", backward(dtype, head_dim), dtype == "float32"
+    for dtype, head_dim in (
+        ("float32", 32),
+        ("float32", 96),
+        ("float64", 192),
+        ("float32", 256),
+        ("float64", 256),
+    ):
+        yield "more plain gradients", backward(dtype, head_dim, mask="causal", deterministic=True), False
+    for mask, score, vec in (("left", "any scale", 4), ("window", "softcap", 8), ("none", "softcap", 16)):
+        stated = backward(
+            "float32", 64, mask=mask, score=score, varlen=True, alignment=vec, out_alignment=vec
+        )
+        yield "options of plain gradients", stated, False
+    yield "options of plain gradients", backward("float16", 33, 7, alignment=2, out_alignment=2), False
+    yield "options of plain gradients", backward("float64", 64, 128, varlen=True, deterministic=True), False
+
 
 def small_memory_groups(arch):
     """Tiles of GPUs with less shared memory than `arch` has."""
     if arch == "sm_86":
         for kib, head_dim in itertools.product((48, 64), (64, 128, 256)):
-            yield "little shared memory", problem("bfloat16", head_dim, mask="causal"), kib * 1024
+            yield "little shared memory", problem("bfloat16", head_dim, mask="causal"), kib * 1024, "sm80"
+        for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 256)):
+            yield "gradients with little shared memory", backward(dtype, head_dim), 48 * 1024, "simt"
 
 
 @functools.cache
 def groups() -> dict[tuple[str, str], dict]:
-    """(arch, group) -> {(kernel, constants): (config, problem, must it not spill)}, each variant once."""
+    """(arch, group) -> {(kernel, constants): (kernel, problem, must it not spill)}, each variant once."""
     made, seen = {}, set()
 
     def add(arch, group, stated, device, tier, tuned):
         if (reason := config.refusal(tier, stated, device)) is not None:
             assert tier == "sm80" and "shared memory" in reason
             return
-        chosen = choose(stated, device, tier)
-        variant = arch, chosen.kernel, chosen.constants
-        if variant not in seen:
-            seen.add(variant)
-            made.setdefault((arch, group), {})[variant[1:]] = chosen, stated, tuned
+        for kernel in kernels_of(stated, choose(stated, device, tier)):
+            variant = arch, kernel.kernel, kernel.constants
+            if variant not in seen:
+                seen.add(variant)
+                made.setdefault((arch, group), {})[variant[1:]] = kernel, stated, tuned
 
     for arch, device in DEVICES.items():
         if device.compute_capability >= (7, 5):
             for group, stated, tuned in tensor_core_groups(arch):
                 add(arch, group, stated, device, "sm80", tuned)
-        for group, stated, smem in small_memory_groups(arch):
-            add(arch, group, stated, dataclasses.replace(device, smem_optin=smem), "sm80", False)
-        for group, stated, tuned in plain_groups(arch):
+        if device.compute_capability >= (8, 0):
+            for group, stated, tuned in tensor_core_gradient_groups(arch):
+                add(arch, group, stated, device, "sm80", tuned)
+        for group, stated, smem, tier in small_memory_groups(arch):
+            add(arch, group, stated, dataclasses.replace(device, smem_optin=smem), tier, False)
+        for group, stated, tuned in itertools.chain(plain_groups(arch), plain_gradient_groups(arch)):
             add(arch, group, stated, device, "simt", tuned)
+    return made
+
+
+@functools.cache
+def some_variants() -> dict[str, config.Kernel]:
+    """A variant of each kernel."""
+    made = {}
+    for tier, stated in itertools.product(
+        config.TIERS, (problem("float16", 32), backward("float16", 32, varlen=True))
+    ):
+        made |= {
+            kernel.kernel: kernel for kernel in kernels_of(stated, choose(stated, DEVICES["sm_90"], tier))
+        }
     return made
 
 
@@ -147,13 +240,13 @@ COMPLAINT = re.compile(
 OTHER_SPILLS = 64  # bytes a thread, where a variant is not among the tuned ones
 
 
-def faults_of(chosen, stated, arch, tuned) -> list[str]:
+def faults_of(kernel, stated, arch, tuned) -> list[str]:
     what = (
-        f"{chosen.kernel} {arch} {stated.dtype} head_dim {stated.head_dim}/{stated.head_dim_v} "
-        f"window {stated.window_left}, {stated.window_right} {dict(chosen.constants)}"
+        f"{kernel.kernel} {arch} {stated.dtype} head_dim {stated.head_dim}/{stated.head_dim_v} "
+        f"window {stated.window_left}, {stated.window_right} {dict(kernel.constants)}"
     )
     try:
-        built = jit.build(chosen.kernel, launch.kernel_constants(chosen), arch)
+        built = jit.build(kernel.kernel, launch.kernel_constants(kernel), arch)
     except RuntimeError as error:
         return [f"{what}: {error}"]
     faults = []
@@ -161,13 +254,14 @@ def faults_of(chosen, stated, arch, tuned) -> list[str]:
         faults.append("no figures in the log")
     if built.spill_bytes > (0 if tuned else OTHER_SPILLS):
         faults.append(f"{built.spill_bytes} bytes of spills and stack with {built.registers} registers")
-    blocks = dict(chosen.constants)["MIN_BLOCKS"]
+    blocks = dict(kernel.constants).get("MIN_BLOCKS", 1)
     registers = -(-built.registers // 8) * 8  # what a thread is given
-    if registers > 256 or registers * chosen.threads * blocks > 65536:
+    if registers > 256 or registers * kernel.threads * blocks > 65536:
         faults.append(
-            f"{built.registers} registers leave no room for {blocks} blocks of {chosen.threads} threads"
+            f"{built.registers} registers leave no room for {blocks} blocks of {kernel.threads} threads"
         )
-    if built.static_smem:
+    # Only the list of tiles is made in static shared memory, by a single block.
+    if built.static_smem > (48 * 1024 if kernel.kernel == "varlen_tiles" else 0):
         faults.append(f"{built.static_smem} bytes of static shared memory that config.py does not know of")
     faults += [line.strip() for line in built.log.splitlines() if COMPLAINT.match(line)]
     return [f"{what}: {fault}" for fault in faults]
@@ -179,8 +273,8 @@ def test_variants_compile_without_spills(arch, group):
     if int(arch.removeprefix("sm_")) not in known_archs():
         pytest.skip(f"NVRTC {'.'.join(map(str, jit.nvrtc_version()))} does not know {arch}")
     faults = []
-    for chosen, stated, tuned in groups()[arch, group].values():
-        faults += faults_of(chosen, stated, arch, tuned)
+    for kernel, stated, tuned in groups()[arch, group].values():
+        faults += faults_of(kernel, stated, arch, tuned)
     assert not faults, "\n".join(faults)
 
 
@@ -190,10 +284,10 @@ def test_the_variants_meet_every_value_of_every_constant():
         for kernel, constants in variants:
             for name, value in constants:
                 values.setdefault((kernel, name), set()).add(value)
-    for kernel in KERNELS:
+    for kernel in TIERED:
         assert values[kernel, "SCORE"] == {0, 1, 2}
         assert values[kernel, "MASK_LEFT"] == values[kernel, "MASK_RIGHT"] == {0, 1}
-        assert values[kernel, "VEC_BYTES"] >= {2, 4, 8, 16}
+        assert values[kernel, "VEC_BYTES"] >= {2, 4, 8, 16} and values[kernel, "VARLEN"] == {0, 1}
     assert values["fwd_sm80", "HEAD_DIM"] == values["fwd_sm80", "HEAD_DIM_V"] == set(range(32, 257, 32))
     assert values["fwd_simt", "HEAD_DIM"] == set(range(32, 257, 32))
     assert values["fwd_sm80", "DTYPE"] == {0, 1} and values["fwd_simt", "DTYPE"] == {0, 1, 2, 3}
@@ -203,6 +297,15 @@ def test_the_variants_meet_every_value_of_every_constant():
         8,
         16,
     }
+    assert values["bwd_sm80", "DTYPE"] == {0, 1} and values["bwd_sm80", "WHOLE_HEADS"] == {0, 1}
+    assert values["bwd_sm80", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
+    assert values["bwd_simt", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
+    for kernel in ("bwd_simt", "bwd_delta", "bwd_cast"):
+        assert values[kernel, "DTYPE"] == {0, 1, 2, 3}
+    for kernel in ("bwd_simt", "bwd_sm80", "bwd_delta"):
+        assert values[kernel, "DETERMINISTIC"] == {0, 1}
+    for name in ("SIDE", "MASK_LEFT", "MASK_RIGHT"):
+        assert values["varlen_tiles", name] == {0, 1}
     assert {arch for arch, _ in groups()} == set(DEVICES)
 
 
@@ -210,9 +313,7 @@ def test_the_variants_meet_every_value_of_every_constant():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_ptx_for_a_gpu_that_nvrtc_does_not_know(kernel):
     """A newer GPU gets PTX of the newest architecture known."""
-    stated = problem("float16", 64)
-    chosen = choose(stated, DEVICES["sm_90"], kernel.removeprefix("fwd_"))
-    built = jit.build(kernel, launch.kernel_constants(chosen), jit.arch_for((99, 0)))
+    built = jit.build(kernel, launch.kernel_constants(some_variants()[kernel]), jit.arch_for((99, 0)))
     text = built.cubin.decode()
     assert f".entry {kernel}(" in text and f".target sm_{max(known_archs())}" in text
 
@@ -230,27 +331,42 @@ def test_sm90a_compiles_too():
 @needs_nvrtc
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "name", ["OFFSET_q", "OFFSET_v_strides", "OFFSET_window_right", "OFFSET_heads_in_group", "PARAMS_BYTES"]
+    "name",
+    [
+        "OFFSET_q",
+        "OFFSET_v_strides",
+        "OFFSET_window_right",
+        "OFFSET_int64_lengths",
+        "FWD_PARAMS_BYTES",
+        "OFFSET_dout",
+        "OFFSET_num_query_tiles",
+        "BWD_PARAMS_BYTES",
+    ],
 )
 def test_another_params_layout_does_not_compile(kernel, name):
-    chosen = choose(problem("float16", 32), DEVICES["sm_90"], kernel.removeprefix("fwd_"))
-    constants = launch.kernel_constants(chosen)
+    constants = launch.kernel_constants(some_variants()[kernel])
     with pytest.raises(RuntimeError, match=f"(?s)cannot compile {kernel}.*static"):
         jit.build(kernel, constants | {name: constants[name] + 8}, "sm_80")
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", TIERED)
 def test_another_size_of_shared_memory_does_not_compile(kernel):
-    chosen = choose(problem("float16", 32), DEVICES["sm_90"], kernel.removeprefix("fwd_"))
+    chosen = some_variants()[kernel]
     constants = launch.kernel_constants(chosen)
     with pytest.raises(RuntimeError, match="(?s)cannot compile.*config.py disagrees on shared memory"):
         jit.build(kernel, constants | {"SMEM_BYTES": chosen.smem_bytes + 16}, "sm_80")
 
 
 def test_every_field_of_the_params_is_checked():
+    """In the order of the records, so that the lists can be read side by side."""
     text = (jit.kernels_dir() / "attn/params.cuh").read_text()
-    assert set(re.findall(r"MEETS\((\w+)\);", text)) == set(launch.FWD_PARAMS.names)
+    checked = [re.findall(r"MEETS\((\w+)\);", part) for part in text.split("#undef MEETS")]
+    assert checked == [
+        list(launch.FWD_PARAMS.names),
+        list(launch.BWD_PARAMS.names[len(launch.FWD_PARAMS.names) :]),
+        [],
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -345,5 +461,8 @@ def test_kernels_are_those_that_config_names():
     assert (
         files(".cu")
         == [f"{kernel}.cu" for kernel in KERNELS]
-        == sorted(f"fwd_{tier}.cu" for tier in config.TIERS)
+        == sorted(f"{kernel}.cu" for kernel in some_variants())
+    )
+    assert TIERED == tuple(
+        sorted(f"{call}_{tier}" for call, tier in itertools.product(("fwd", "bwd"), config.TIERS))
     )

@@ -723,24 +723,24 @@ def test_alignment_of_an_out_that_is_allocated(head_dim_v, alignment):
 def test_shared_memory_is_decided_by_element():
     # Three heads of one buffer of four: interleaved in memory, apart in elements.
     inside = [view((2, 5, 1, 8), (160, 32, 8, 1), ptr=(1 << 20) + 32 * head) for head in range(4)]
-    check_overlap(inside[3], dict(zip("qkv", inside[:3], strict=True)))
+    check_overlap("out", inside[3], dict(zip("qkv", inside[:3], strict=True)))
     one_over = inside[3]._replace(ptr=inside[3].ptr - 4)  # one element into head 2
     with pytest.raises(ValueError, match="out must not overlap v"):
-        check_overlap(one_over, dict(zip("qkv", inside[:3], strict=True)))
+        check_overlap("out", one_over, dict(zip("qkv", inside[:3], strict=True)))
 
 
 def test_shared_memory_of_backwards_and_empty_views():
     forwards = view((1, 10, 1, 8), ptr=1 << 20)
     backwards = view((1, 10, 1, 8), (80, -8, 8, 1), ptr=(1 << 20) + 9 * 32)  # the same ten rows
     with pytest.raises(ValueError, match="out must not overlap q"):
-        check_overlap(backwards, {"q": forwards})
-    check_overlap(backwards._replace(ptr=(1 << 20) + 19 * 32), {"q": forwards})  # the ten after them
-    check_overlap(view((1, 0, 1, 8), ptr=1 << 20), {"q": forwards})
+        check_overlap("out", backwards, {"q": forwards})
+    check_overlap("out", backwards._replace(ptr=(1 << 20) + 19 * 32), {"q": forwards})  # the ten after them
+    check_overlap("out", view((1, 0, 1, 8), ptr=1 << 20), {"q": forwards})
 
 
 def test_shared_memory_of_views_over_gigabytes_is_decided_quickly():
     wide = view((64, 64, 64, 8), (2**40, 2**31, 2**20 + 8, 1), "float16", ptr=1 << 20)
     apart = wide._replace(ptr=(1 << 20) + 16)
-    check_overlap(apart, {"q": wide})
+    check_overlap("out", apart, {"q": wide})
     with pytest.raises(ValueError, match="out must not overlap q"):
-        check_overlap(wide._replace(ptr=(1 << 20) + 14), {"q": wide})
+        check_overlap("out", wide._replace(ptr=(1 << 20) + 14), {"q": wide})

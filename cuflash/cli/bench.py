@@ -14,6 +14,7 @@ from ..problem import DTYPES, MAX_HEAD_DIM
 from . import environment
 from .options import device_option, json_option, to_stdout, write_json
 
+# Of 16-bit and of wider dtypes. Those that lack a case say so.
 _PEERS = ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4")
 _PEERS_WIDE = ("sdpa_efficient", "sdpa_math")
 _PEERS_CPU = ("unfused",)
@@ -54,6 +55,8 @@ def library(name: str):
 )
 @click.option("--tokens", type=click.IntRange(1), help="batch * seqlen. Default: 16384; 2048 on a CPU.")
 @click.option("--hidden", type=click.IntRange(1), help="heads * head_dim. Default: 2048; 512 on a CPU.")
+@click.option("--backward", is_flag=True, help="The gradients of q, k and v instead.")
+@click.option("--varlen", is_flag=True, help="Packed sequences, of lengths drawn from 1 to seqlen.")
 @click.option("--tier", type=click.Choice(TIERS), help="Force a tier.")
 @click.option(
     "--peers",
@@ -64,7 +67,9 @@ def library(name: str):
 @device_option
 @click.option("--quick", is_flag=True, help="Fewer runs.")
 @json_option
-def bench(head_dims, seqlens, causal, dtype, tokens, hidden, tier, peer_names, device, quick, json_file):
+def bench(
+    head_dims, seqlens, causal, dtype, tokens, hidden, backward, varlen, tier, peer_names, device, quick, json_file
+):
     """Measure the speed of attention on this machine, beside the peers that are installed.
 
     On its GPU, or without one on the NumPy path. Each row is one problem: TFLOP/s of cuflash with its spread,
@@ -87,7 +92,7 @@ def bench(head_dims, seqlens, causal, dtype, tokens, hidden, tier, peer_names, d
         usual = _PEERS if dtype in ("float16", "bfloat16") else _PEERS_WIDE
         usual = [name for name in usual if peers.missing(name) is None]
         tokens, hidden = tokens or 16384, hidden or 2048
-    names = [run.main_name(tier), *run.parse_names(peer_names, usual)]
+    names = run.contenders(tier, peer_names, usual)
     table = cases.table(
         dtype=dtype,
         head_dims=head_dims or (64, 128),
@@ -95,6 +100,8 @@ def bench(head_dims, seqlens, causal, dtype, tokens, hidden, tier, peer_names, d
         causal=causal,
         tokens=tokens,
         hidden=hidden,
+        backward=backward,
+        varlen=varlen,
     )
     report = to_stdout(json_file)  # then all that is for people goes to standard error
     measuring = run.Bench(names, device_id=gpu, quick=quick, say=lambda line: click.echo(line, err=report))

@@ -15,9 +15,17 @@ import click
 
 from .. import jit
 from ..arrays import View
-from ..config import Config
-from ..launch import contiguous_strides, kernel_constants
-from ..problem import Problem, check_attention
+from ..config import Config, Kernel, kernels_of
+from ..launch import kernel_constants
+from ..memory import contiguous_strides
+from ..problem import (
+    Problem,
+    check_attention,
+    check_attention_backward,
+    check_attention_varlen,
+    check_attention_varlen_backward,
+    lse_dtype,
+)
 
 
 class Variant(NamedTuple):
@@ -28,8 +36,13 @@ class Variant(NamedTuple):
     arch: str
 
 
-def variant_of(config: Config, arch: str) -> Variant:
-    return Variant(config.kernel, tuple(sorted(kernel_constants(config).items())), arch)
+def variant_of(kernel: Kernel, arch: str) -> Variant:
+    return Variant(kernel.kernel, tuple(sorted(kernel_constants(kernel).items())), arch)
+
+
+def variants_of(problem: Problem, config: Config, arch: str) -> list[Variant]:
+    """All kernels of a call; ``config`` is the one chosen for it."""
+    return [variant_of(kernel, arch) for kernel in kernels_of(problem, config)]
 
 
 def packed_problem(
@@ -42,18 +55,31 @@ def packed_problem(
     batch: int = 1,
     heads_q: int = 16,
     heads_k: int = 16,
+    backward: bool = False,
+    varlen: bool = False,
     **options,
 ) -> Problem:
-    """The problem that row-major arrays state, without the arrays. Raises what check_attention raises."""
-    q, k, v = (
-        View(shape, contiguous_strides(shape), dtype, "cuda:0", 0, "cupy")
-        for shape in (
-            (batch, seqlen_q, heads_q, head_dim),
-            (batch, seqlen_k, heads_k, head_dim),
-            (batch, seqlen_k, heads_k, head_dim_v),
+    """The problem that row-major arrays state, without the arrays. Raises what check_attention and its like raise.
+
+    ``varlen``: ``batch`` sequences of these lengths, packed.
+    """
+
+    def view(*shape, dtype=dtype):
+        return View(
+            shape, contiguous_strides(shape), dtype, "cuda:0", 0, "cupy", was_3d=varlen and len(shape) == 4
         )
-    )
-    return check_attention(q, k, v, **options)
+
+    rows = (1, batch) if varlen else (batch, 1)  # what the sequences of a batch multiply
+    q = view(rows[0], rows[1] * seqlen_q, heads_q, head_dim)
+    k = view(rows[0], rows[1] * seqlen_k, heads_k, head_dim)
+    v = view(*k.shape[:3], head_dim_v)
+    lengths = (view(batch + 1, dtype="int32"),) * 2 if varlen else ()
+    if not backward:
+        return (check_attention_varlen if varlen else check_attention)(q, k, v, *lengths, **options)
+    out, lse = view(*q.shape[:3], head_dim_v), (heads_q, q.shape[1])
+    lse = view(*lse if varlen else (batch, *lse), dtype=lse_dtype(dtype))
+    check = check_attention_varlen_backward if varlen else check_attention_backward
+    return check(out, q, k, v, out, lse, *lengths, **options)
 
 
 def num_jobs() -> int:

@@ -1,144 +1,12 @@
-"""The named cases of ``cuflash check``: sizes, options, contents and layout; and the layouts themselves."""
+"""The named cases of ``cuflash check``."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import View, numpy_dtype
-from ..launch import contiguous_strides
-from ..problem import ITEMSIZE, Problem, check_attention
-
-# ------------------------------------------------------------------------------------------------- layouts
-# A layout maps a shape (batch, seqlen, heads, dim) to the strides of its axes and the place of its first
-# element in a block of memory, all in elements.
-
-
-def _packed(shape):
-    return contiguous_strides(
-        tuple(max(1, size) for size in shape)
-    ), 0  # as frameworks do: an empty axis counts as 1
-
-
-def _transposed(shape):
-    batch, seqlen, heads, dim = shape
-    return (heads * seqlen * dim, dim, seqlen * dim, 1), 0
-
-
-def _fused(shape):
-    """One of three that lie beside each other in every row, as a fused QKV projection writes them."""
-    batch, seqlen, heads, dim = shape
-    row = 3 * heads * dim
-    return (seqlen * row, row, dim, 1), heads * dim
-
-
-def _pitched(shape):
-    """Heads 4 elements further apart than they are long: 16-bit rows start at multiples of 8 bytes."""
-    batch, seqlen, heads, dim = shape
-    return (seqlen * heads * (dim + 4), heads * (dim + 4), dim + 4, 1), 0
-
-
-def _shifted(shape):
-    """Packed, one element past an aligned address."""
-    return _packed(shape)[0], 1
-
-
-def _expanded(shape):
-    """One key head of one sequence for all: stride 0 over batch and heads."""
-    batch, seqlen, heads, dim = shape
-    return (0, dim, 0, 1), 0
-
-
-def _reversed(shape):
-    """Sequence backwards in memory: a negative stride."""
-    batch, seqlen, heads, dim = shape
-    row = heads * dim
-    return (seqlen * row, -row, dim, 1), max(0, seqlen - 1) * row
-
-
-LAYOUTS = {
-    "packed": _packed,
-    "transposed": _transposed,
-    "fused": _fused,
-    "pitched": _pitched,
-    "shifted": _shifted,
-    "expanded": _expanded,
-    "reversed": _reversed,
-}
-
-# --------------------------------------------------------------------------------------------------- cases
-
-
-@dataclass(frozen=True)
-class Case:
-    """One attention to check, in every dtype and tier that takes it.
-
-    ``contents`` changes the drawn q, k and v in place. Where a layout is not packed, and with ``plain``, the
-    result must also be, bit for bit, that of packed arrays without ``out=`` and lse.
-    """
-
-    name: str
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int = 64
-    head_dim_v: int = 64
-    heads_q: int = 2
-    heads_k: int = 2
-    batch: int = 1
-    options: dict = dataclasses.field(default_factory=dict)
-    contents: Callable = lambda q, k, v: None
-    q_layout: str = "packed"
-    kv_layout: str = "packed"
-    out_layout: str = "packed"
-    plain: bool = False
-    quick: bool = False
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            "q": (self.batch, self.seqlen_q, self.heads_q, self.head_dim),
-            "k": (self.batch, self.seqlen_k, self.heads_k, self.head_dim),
-            "v": (self.batch, self.seqlen_k, self.heads_k, self.head_dim_v),
-            "out": (self.batch, self.seqlen_q, self.heads_q, self.head_dim_v),
-        }
-
-    @property
-    def layouts(self) -> dict[str, str]:
-        return {"q": self.q_layout, "k": self.kv_layout, "v": self.kv_layout, "out": self.out_layout}
-
-    @property
-    def has_packed_twin(self) -> bool:
-        return self.plain or set(self.layouts.values()) != {"packed"}
-
-    def packed_twin(self) -> Case:
-        return dataclasses.replace(self, q_layout="packed", kv_layout="packed", out_layout="packed")
-
-    def draw(self, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q, k and v, packed NumPy arrays; the same ones every time."""
-        random = np.random.default_rng(zlib.crc32(self.name.encode()))
-        q, k, v = (random.standard_normal(self.shapes[name]) for name in "qkv")
-        self.contents(q, k, v)
-        drawn = []
-        for x, layout in ((q, self.q_layout), (k, self.kv_layout), (v, self.kv_layout)):
-            strides, _ = LAYOUTS[layout](x.shape)
-            one = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)] if x.size else x
-            drawn.append(np.broadcast_to(one, x.shape).astype(numpy_dtype(dtype), order="C"))
-        return tuple(drawn)
-
-    def problem(self, dtype: str) -> Problem:
-        """What the arrays of this case will state, each at an aligned address, before any exists."""
-        views = {}
-        for place, (name, shape) in enumerate(self.shapes.items(), 1):
-            strides, first = LAYOUTS[self.layouts[name]](shape)
-            views[name] = View(
-                shape, strides, dtype, "cuda:0", (place << 40) + first * ITEMSIZE[dtype], "cupy"
-            )
-        return check_attention(**views, return_lse=True, **self.options)
+from .case import Case, Lengths
 
 
 def _seqlens(seqlen_q: int, seqlen_k: int, quick=False) -> Case:
@@ -154,7 +22,7 @@ def _masked(name: str, seqlen_q: int, seqlen_k: int, quick=False, **options) -> 
     return Case(name, seqlen_q, seqlen_k, options=options, quick=quick)
 
 
-def _scored(name: str, contents=lambda q, k, v: None, quick=False, **options) -> Case:
+def _scored(name: str, contents=lambda arrays: None, quick=False, **options) -> Case:
     return Case(name, 129, 193, options=options, contents=contents, quick=quick)
 
 
@@ -166,11 +34,20 @@ def _laid_out(name: str, q="packed", kv="packed", out="packed", quick=False) -> 
     return Case(name, 65, 129, batch=2, q_layout=q, kv_layout=kv, out_layout=out, quick=quick)
 
 
-def _set(**rows):
-    """Contents: {(first, stop): value} for rows of q, k or v, in all batches and heads."""
+def _gradients(name: str, seqlen_q: int, seqlen_k: int, options=None, **how) -> Case:
+    return Case(f"backward, {name}", seqlen_q, seqlen_k, options=options or {}, backward=True, **how)
 
-    def contents(q, k, v):
-        arrays = {"q": q, "k": k, "v": v}
+
+def _packed(name: str, lengths: Lengths, causal=False, backward=False, **how) -> Case:
+    seqlen_q, seqlen_k = (sum(rows) + lengths.spare for rows in (lengths.q, lengths.k))
+    name = f"packed{' backward' * backward}, {name}"
+    return Case(name, seqlen_q, seqlen_k, options={"causal": causal}, lengths=lengths, backward=backward, **how)
+
+
+def _set(**rows):
+    """Contents: {(first, stop): value} for rows of an array, in all batches and heads."""
+
+    def contents(arrays):
         for name, values in rows.items():
             for (first, stop), value in values.items():
                 arrays[name][:, first:stop] = value
@@ -178,21 +55,26 @@ def _set(**rows):
     return contents
 
 
-def _one_value_is_nan(q, k, v):
-    v[:, 70, :, 3] = math.nan
+def _one_value_is_nan(arrays):
+    arrays["v"][:, 70, :, 3] = math.nan
 
 
-def _large_dots(q, k, v):
+def _large_dots(arrays):
     """Products of about 70, of four features: few roundings, since the oracle itself is float64."""
+    q, k = arrays["q"], arrays["k"]
     q[...], k[...] = 4 + np.abs(q) / 4, 4 + np.abs(k) / 4
     q[..., 4:] = 0
 
 
-def _rising_dots(q, k, v):
+def _rising_dots(arrays):
     """Later keys have far larger logits: what earlier tiles gave must be scaled down again and again."""
-    _large_dots(q, k, v)
-    k *= np.linspace(0, 1, k.shape[1])[:, None, None]
+    _large_dots(arrays)
+    arrays["k"] *= np.linspace(0, 1, arrays["k"].shape[1])[:, None, None]
 
+
+SEVERAL = Lengths((1, 65, 3, 128, 17), (1, 65, 3, 128, 17))
+SOME_EMPTY = Lengths((0, 65, 0, 33, 9, 0), (0, 130, 1, 0, 9, 0))
+SOME_UNUSED = Lengths((33, 65, 0, 4), (129, 130, 9, 64), used_k=(128, 65, 9, 0), spare=70)
 
 CASES = (
     # Tile edges. Out of a tile's rows and keys, what is past the end must neither be read nor written.
@@ -288,4 +170,61 @@ CASES = (
     _laid_out("base addresses off by an element", "shifted", "shifted", "shifted", quick=True),
     _laid_out("backwards", "reversed", "reversed", "reversed"),
     _laid_out("three layouts at once", "fused", "transposed", "reversed"),
+    # Gradients. Keys that nothing sees and rows that see nothing have some of exactly 0, whatever they hold.
+    _gradients("63 x 65", 63, 65, quick=True),
+    _gradients("129 x 257", 129, 257),
+    _gradients("1 x 300, causal", 1, 300, {"causal": True}),
+    _gradients("causal", 130, 130, {"causal": True}, quick=True, deterministic=True),
+    _gradients("causal, 500 x 530", 500, 530, {"causal": True}),
+    _gradients("causal, empty rows", 200, 70, {"causal": True}, with_dlse=True),
+    _gradients("window 20,9", 193, 257, {"window": (20, 9)}),
+    _gradients("softcap 2", 129, 193, {"softcap": 2.0, "causal": True}),
+    _gradients("negative scale", 129, 193, {"softmax_scale": -0.2}),
+    _gradients("logits around 70", 129, 193, {"softmax_scale": 1.0}, contents=_large_dots),
+    _gradients("gradient of lse", 65, 129, with_dlse=True, quick=True),
+    _gradients("8 heads, 2 of keys", 65, 129, {"causal": True}, heads_q=8, batch=2, deterministic=True, quick=True),
+    _gradients("7 heads, 1 of keys", 65, 129, {"causal": True}, heads_q=7, heads_k=1),
+    _gradients("head_dim 128", 129, 150, {"causal": True}, head_dim=128, head_dim_v=128, quick=True),
+    _gradients("head_dim 33, of v 20", 129, 150, head_dim=33, head_dim_v=20),
+    _gradients("head_dim 256", 129, 150, head_dim=256, head_dim_v=256),
+    _gradients(
+        "NaN in unseen keys",
+        64,
+        300,
+        {"window": (20, 9)},
+        contents=_set(k={(0, 200): math.nan}, v={(0, 200): math.nan}),
+        quick=True,
+    ),
+    _gradients(
+        "NaN in empty rows",
+        200,
+        70,
+        {"causal": True},
+        contents=_set(q={(0, 130): math.nan}, dout={(0, 130): math.nan}),
+    ),
+    _gradients("NaN in one dout", 129, 130, {"causal": True}, contents=_set(dout={(70, 71): math.nan})),
+    _gradients(
+        "heads outside",
+        65,
+        129,
+        {"causal": True},
+        q_layout="transposed",
+        kv_layout="transposed",
+        out_layout="transposed",
+        deterministic=True,
+    ),
+    _gradients("dout, keys and values of stride 0", 65, 129, kv_layout="expanded", out_layout="expanded", batch=2),
+    _gradients("addresses off by an element", 65, 129, q_layout="shifted", kv_layout="shifted", out_layout="shifted"),
+    _gradients("no queries", 0, 64),
+    _gradients("no keys", 64, 0),
+    # Packed sequences.
+    _packed("several", SEVERAL, causal=True, quick=True),
+    _packed("some empty", SOME_EMPTY),
+    _packed("some unused", SOME_UNUSED, causal=True, quick=True),
+    _packed("more sequences than rows", Lengths((0,) * 9 + (1,), (0,) * 9 + (1,))),
+    _packed("one long among many", Lengths((400, *range(1, 20)), (400, *range(1, 20))), causal=True),
+    _packed("several", SEVERAL, causal=True, backward=True, deterministic=True, quick=True),
+    _packed("some empty", SOME_EMPTY, backward=True, with_dlse=True),
+    _packed("some unused", SOME_UNUSED, causal=True, backward=True, heads_q=6, quick=True),
+    _packed("one long among many", Lengths((400, *range(1, 20)), (400, *range(1, 20))), causal=True, backward=True),
 )

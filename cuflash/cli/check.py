@@ -12,7 +12,8 @@ import click
 from .. import config, jit
 from ..problem import DTYPES
 from . import builds, environment, trial
-from .cases import CASES, Case
+from .case import Case
+from .cases import CASES
 from .options import device_option, json_option, one_line, to_stdout, write_json
 
 
@@ -49,13 +50,14 @@ class Job(NamedTuple):
 @json_option
 @click.pass_context
 def check(ctx, quick, tiers, dtypes, words, device, json_file):
-    """Prove that attention is right on this machine.
+    """Prove that attention and its gradients are right on this machine.
 
     On its GPU, or without one on the NumPy path: the first line says which. Each case is computed in each
     dtype on each tier that takes it, and held against float64: its largest and RMS error must keep to the
-    budget, twice the error of unfused attention in the same dtype plus what one rounding may cost. Outputs
+    budget, twice the error of unfused attention in the same dtype plus what one rounding may cost. Results
     hold NaN before the call and lie between guard bytes, inputs lie between NaN, a second run must give the
-    same bits, and so must packed arrays where the layout is another.
+    same bits (of dq where the case is deterministic), and so must packed arrays where the layout is another.
+    Of three gradients a line shows the one that is nearest to its budget.
 
     The exit status is 0 only if every case holds.
     """
@@ -115,7 +117,7 @@ def _plan(cases, dtypes, tiers, gpu: int | None) -> list[Job]:
         for case in cases
         for dtype in dtypes
         for tier in tiers
-        if config.refusal(tier, case.problem(dtype), device) is None
+        if all(config.refusal(tier, problem, device) is None for problem in case.problems(dtype))
     ]
 
 
@@ -138,9 +140,9 @@ def _compile(jobs: list[Job], device: config.Device) -> None:
     arch, variants = environment.arch_for(device), []
     for case, dtype, tier in jobs:
         for version in (case, case.packed_twin()) if case.has_packed_twin else (case,):
-            problem = version.problem(dtype)
-            if not problem.is_empty:
-                variants.append(builds.variant_of(config.choose(problem, device, tier), arch))
+            for problem in version.problems(dtype):
+                if not problem.is_empty:
+                    variants += builds.variants_of(problem, config.choose(problem, device, tier), arch)
     try:
         builds.build_all(variants)
     except jit.NvrtcMissing as error:
@@ -152,8 +154,8 @@ def _compile(jobs: list[Job], device: config.Device) -> None:
 _NAME = max(len(case.name) for case in CASES)
 _THREE = f"{'ours':>7} {'unfused':>7} {'budget':>7}"
 _HEADER = (
-    f"{'':<{_NAME}} {'':<8} {'':<4}  {'largest error':^23}  {'RMS error':^23}  {'lse':>7}\n"
-    f"{'case':<{_NAME}} {'dtype':<8} tier  {_THREE}  {_THREE}  {'error':>7}"
+    f"{'':<{_NAME}} {'':<8} {'':<4} {'':<3}  {'largest error':^23}  {'RMS error':^23}  {'lse':>7}\n"
+    f"{'case':<{_NAME}} {'dtype':<8} tier of   {_THREE}  {_THREE}  {'error':>7}"
 )
 
 
@@ -161,7 +163,7 @@ def _line(row: trial.Row) -> str:
     largest = _figures(row.max_err, row.ref_max_err, row.max_budget)
     rms = _figures(row.rms_err, row.ref_rms_err, row.rms_budget)
     verdict = "ok" if row.ok else f"FAIL: {row.why}"
-    name = f"{row.case:<{_NAME}} {row.dtype:<8} {row.tier:<4}"
+    name = f"{row.case:<{_NAME}} {row.dtype:<8} {row.tier:<4} {row.of:<3}"
     return f"{name}  {largest}  {rms}  {_figures(row.lse_err)}  {verdict}"
 
 

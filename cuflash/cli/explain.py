@@ -7,7 +7,7 @@ import dataclasses
 import click
 
 from .. import config, jit
-from ..launch import grid_of
+from ..launch import scratch_of, steps_of
 from ..problem import DTYPES, Problem
 from . import builds, environment
 from .options import Arch, Window, json_option, one_line, size, to_stdout, write_json
@@ -30,6 +30,9 @@ from .options import Arch, Window, json_option, one_line, size, to_stdout, write
 )
 @click.option("--softcap", type=float, default=0.0, help="0, the default, is off.")
 @click.option("--scale", type=float, help="softmax_scale; head_dim ** -0.5 by default.")
+@click.option("--backward", is_flag=True, help="Explain the gradients.")
+@click.option("--varlen", is_flag=True, help="Explain as many packed sequences as the batch has.")
+@click.option("--deterministic", is_flag=True, help="With --backward: deterministic gradients.")
 @click.option(
     "--arch",
     type=Arch(),
@@ -51,6 +54,9 @@ def explain(
     window,
     softcap,
     scale,
+    backward,
+    varlen,
+    deterministic,
     arch,
     device,
     tier,
@@ -60,6 +66,8 @@ def explain(
 
     The arrays are taken to be row-major.
     """
+    if deterministic and not backward:
+        raise click.UsageError("--deterministic is about gradients: give --backward too")
     target = _device(arch, device)
     sizes = {
         "batch": batch,
@@ -71,16 +79,19 @@ def explain(
         "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
     }
     try:
-        problem = builds.packed_problem(
-            dtype, **sizes, causal=causal, window=window, softcap=softcap, softmax_scale=scale
-        )
+        options = {"causal": causal, "window": window, "softcap": softcap, "softmax_scale": scale}
+        if backward:
+            options |= {"backward": True, "deterministic": deterministic}
+        problem = builds.packed_problem(dtype, **sizes, varlen=varlen, **options)
         forced = tier or config.forced_tier()
         chosen = config.choose(problem, target, forced)
-        grid = grid_of(problem, chosen)
+        steps = [] if problem.is_empty else steps_of(problem, chosen)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise click.ClickException(one_line(error)) from None
 
+    grids = {kernel.kernel: grid for kernel, grid in steps}
     record = {
+        "call": "backward" if backward else "forward",
         "problem": dataclasses.asdict(problem),
         "device": {
             "name": target.name,
@@ -92,10 +103,20 @@ def explain(
         "kernel": chosen.kernel,
         "tier": chosen.tier,
         "reasons": chosen.reasons,
-        "grid": 0 if problem.is_empty else grid,
+        "grid": grids.get(chosen.kernel, 0),
         "threads": chosen.threads,
         "smem_bytes": chosen.smem_bytes,
         "constants": dict(chosen.constants),
+        "launches": [
+            {
+                "kernel": kernel.kernel,
+                "grid": grid,
+                "threads": kernel.threads,
+                "constants": dict(kernel.constants),
+            }
+            for kernel, grid in steps
+        ],
+        "scratch_bytes": scratch_of(problem, chosen) if steps else {},
         **_built(chosen, target),
         "others": _others(chosen.tier, forced, problem, target),
     }
@@ -165,8 +186,10 @@ def _text(record: dict) -> str:
     lines = [
         (
             "problem",
-            "{dtype}, batch {batch}, seqlen {seqlen_q} x {seqlen_k}, heads {heads_q} / {heads_k}, "
-            "head_dim {head_dim} / {head_dim_v}, softmax_scale {softmax_scale:.4g}".format(**problem)
+            (
+                "{dtype}, " + _sizes(problem) + ", heads {heads_q} / {heads_k}, "
+                "head_dim {head_dim} / {head_dim_v}, softmax_scale {softmax_scale:.4g}"
+            ).format(**problem)
             + _options(problem),
         ),
         (
@@ -175,7 +198,7 @@ def _text(record: dict) -> str:
             f"{device['num_sms']} multiprocessors, "
             f"{size(device['smem_optin'])} of shared memory a block, {size(device['l2_bytes'])} of L2",
         ),
-        ("kernel", f"{record['kernel']}, tier {record['tier']}"),
+        ("kernel", f"{record['kernel']}, tier {record['tier']}, {record['call']}"),
         *(("because" if number == 0 else "", reason) for number, reason in enumerate(record["reasons"])),
     ]
     if record["not_built"]:
@@ -192,6 +215,7 @@ def _text(record: dict) -> str:
             + (f" and {record['static_smem']} static" if record["static_smem"] else ""),
         ),
         ("grid", f"{record['grid']} blocks of {record['threads']} threads"),
+        *_launches(record),
         ("constants", " ".join(f"{name}={value}" for name, value in record["constants"].items())),
         *(
             ("others" if number == 0 else "", f"{tier}: {why}")
@@ -201,6 +225,24 @@ def _text(record: dict) -> str:
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 
+def _launches(record: dict) -> list[tuple[str, str]]:
+    """What is launched besides the kernel, and the memory that the launches share; nothing for a dense forward."""
+    lines = []
+    if len(record["launches"]) > 1:
+        steps = (f"{step['kernel']} ({step['grid']} x {step['threads']})" for step in record["launches"])
+        lines.append(("launches", ", ".join(steps)))
+    if record["scratch_bytes"]:
+        arrays = (f"{name} {size(num_bytes)}" for name, num_bytes in record["scratch_bytes"].items())
+        lines.append(("scratch", ", ".join(arrays)))
+    return lines
+
+
+def _sizes(problem: dict) -> str:
+    if problem["varlen"]:
+        return "{batch} sequences of {seqlen_q} x {seqlen_k} rows in all"
+    return "batch {batch}, seqlen {seqlen_q} x {seqlen_k}"
+
+
 def _options(problem: dict) -> str:
     left, right = problem["window_left"], problem["window_right"]
     text = ""
@@ -208,4 +250,5 @@ def _options(problem: dict) -> str:
         text += ", causal"
     elif (left, right) != (None, None):
         text += f", window {left},{right}"
-    return text + (f", softcap {problem['softcap']:g}" if problem["softcap"] else "")
+    text += f", softcap {problem['softcap']:g}" if problem["softcap"] else ""
+    return text + (", deterministic" if problem.get("deterministic") else "")

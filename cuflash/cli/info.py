@@ -8,20 +8,25 @@ import itertools
 import click
 
 from .. import config, jit
-from ..problem import DTYPES, ITEMSIZE, MAX_HEAD_DIM, Problem
+from ..arrays import ITEMSIZE
+from ..problem import DTYPES, MAX_HEAD_DIM, Problem
 from . import builds, environment
 from .options import Arch, json_option, size, to_stdout, write_json
 
 # What a call may ask for besides its dtype and head_dim, as changes to the plainest problem.
-FEATURES = {
+_FEATURES_OF_ALL = {
     "plain": {},
     "causal": {"window_right": 0},
     "window": {"window_left": 128, "window_right": 0},
     "softcap": {"softcap": 30.0},
     "GQA": {"heads_k": 2},
-    "lse": {"return_lse": True},
     "any stride": {"alignment": None},  # None: that of one element
     "v of 256": {"head_dim_v": MAX_HEAD_DIM},
+    "varlen": {"varlen": True},
+}
+FEATURES = {
+    "forward": {**_FEATURES_OF_ALL, "lse": {"return_lse": True}},
+    "backward": {**_FEATURES_OF_ALL, "dlse": {"has_dlse": True}, "deterministic": {"deterministic": True}},
 }
 
 _HEADERS = "none needed: the kernels include no header of CUDA's"
@@ -65,22 +70,31 @@ def info(device, arch, json_file):
 def support(device: config.Device) -> list[dict]:
     """Which tier takes which dtype, head_dim and feature, from the predicate that every call goes through.
 
-    Every head_dim is asked for; {"dtype", "head_dim": [first, last], "tiers": {feature: tier or None}} for
-    each run of them with the same answers.
+    Every head_dim is asked for; {"call": "forward" or "backward", "dtype", "head_dim": [first, last], "tiers": {feature:
+    tier or None}} for each run of them with the same answers.
     """
     table = []
-    for dtype in DTYPES:
-        answers = ((head_dim, _tiers(dtype, head_dim, device)) for head_dim in range(1, MAX_HEAD_DIM + 1))
+    for call, dtype in itertools.product(FEATURES, DTYPES):
+        answers = (
+            (head_dim, _tiers(call, dtype, head_dim, device)) for head_dim in range(1, MAX_HEAD_DIM + 1)
+        )
         for tiers, run in itertools.groupby(answers, key=lambda answer: answer[1]):
             run = [head_dim for head_dim, _ in run]
-            table.append({"dtype": dtype, "head_dim": [run[0], run[-1]], "tiers": tiers})
+            table.append({"call": call, "dtype": dtype, "head_dim": [run[0], run[-1]], "tiers": tiers})
     return table
 
 
-def _tiers(dtype: str, head_dim: int, device: config.Device) -> dict[str, str | None]:
-    plain = builds.packed_problem(dtype, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim, head_dim_v=head_dim)
+def _tiers(call: str, dtype: str, head_dim: int, device: config.Device) -> dict[str, str | None]:
+    plain = builds.packed_problem(
+        dtype,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        backward=call == "backward",
+    )
     tiers = {}
-    for feature, changes in FEATURES.items():
+    for feature, changes in FEATURES[call].items():
         if "alignment" in changes:
             changes = {"alignment": ITEMSIZE[dtype], "out_alignment": ITEMSIZE[dtype]}
         tiers[feature] = _first_tier(dataclasses.replace(plain, **changes), device)
@@ -148,16 +162,17 @@ def _support_text(record: dict) -> str:
     cpu = f"NumPy arrays: {', '.join(DTYPES)}, head_dim 1 to {MAX_HEAD_DIM}, every option, on the CPU"
     if not record["support"]:
         return f"{cpu}\nwhat a GPU would take: cuflash info --arch sm_90"
-    widths = [max(len(feature), 4) for feature in FEATURES]
-    lines = [
-        f"tiers on {record['support_of']}",
-        f"{'dtype':<8} head_dim  "
-        + "  ".join(f"{feature:<{width}}" for feature, width in zip(FEATURES, widths, strict=True)),
-    ]
-    for row in record["support"]:
-        first, last = row["head_dim"]
-        tiers = "  ".join(
-            f"{tier or '-':<{width}}" for tier, width in zip(row["tiers"].values(), widths, strict=True)
-        )
-        lines.append(f"{row['dtype']:<8} {f'{first}-{last}':<8}  {tiers}")
-    return "\n".join([line.rstrip() for line in lines] + [cpu])
+    lines = [f"tiers on {record['support_of']}"]
+    for call, features in FEATURES.items():
+        widths = [max(len(feature), 4) for feature in features]
+        lines.append(_row(call, "head_dim", features, widths))
+        for row in record["support"]:
+            if row["call"] == call:
+                first, last = row["head_dim"]
+                lines.append(_row(row["dtype"], f"{first}-{last}", row["tiers"].values(), widths))
+    return "\n".join([*lines, cpu])
+
+
+def _row(name: str, head_dim: str, cells, widths) -> str:
+    cells = "  ".join(f"{cell or '-':<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return f"{name:<8} {head_dim:<8}  {cells}".rstrip()

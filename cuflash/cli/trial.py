@@ -10,7 +10,7 @@ import cuflash
 
 from .. import config
 from ..arrays import numpy_dtype
-from .cases import LAYOUTS, Case
+from .case import Case, dtype_of, place_in
 from .options import one_line
 
 GUARD = 512  # bytes before and after an array; a multiple of every alignment
@@ -29,7 +29,7 @@ class Placed:
     ):
         self._shape, self._dtype = shape, numpy_dtype(dtype)
         itemsize = self._dtype.itemsize
-        strides, first = LAYOUTS[layout](shape)
+        strides, first = place_in(layout, shape)
         end = (
             first + sum(max(0, stride * (size - 1)) for size, stride in zip(shape, strides, strict=True)) + 1
         )
@@ -71,13 +71,17 @@ def to_host(x) -> np.ndarray:
 
 @dataclass
 class Row:
-    """What came of a trial: ``ok``, ``why`` not, and the figures of oracle.Judgement, if it got so far."""
+    """What came of a trial: ``ok``, ``why`` not, and the figures of an oracle's judgement, if it got so far.
+
+    They are those of the result ``of``: out, or the gradient that is nearest to its budget.
+    """
 
     case: str
     dtype: str
     tier: str
     ok: bool = False
     why: str = ""
+    of: str = ""
     max_err: float | None = None
     ref_max_err: float | None = None
     max_budget: float | None = None
@@ -104,45 +108,96 @@ def run(case: Case, dtype: str, tier: str, gpu: int | None) -> Row:
 
 
 def _try(case: Case, dtype: str, gpu: int | None, row: Row) -> list[str]:
-    from .. import oracle  # here, since SciPy takes longer to import than `cuflash --help` to run
-
-    q, k, v = case.draw(dtype)
-    out, lse, faults = _attend(case, (q, k, v), dtype, gpu, NAN_BYTE)
-    judgement = oracle.judge(out, lse, q, k, v, **case.options)
-    for name in vars(judgement).keys() & vars(row).keys() - {"ok", "why"}:
-        setattr(row, name, getattr(judgement, name))
-    if not judgement.ok:
-        faults.append(judgement.why)
-
-    again, lse_again, more = _attend(case, (q, k, v), dtype, gpu, OTHER_BYTE)
+    arrays = case.draw(dtype)
+    results, faults = _compute(case, arrays, dtype, gpu, NAN_BYTE)
+    faults += _judge(case, arrays, results, row)
+    again, more = _compute(case, arrays, dtype, gpu, OTHER_BYTE)
     faults += [fault for fault in more if fault not in faults]
-    faults += _differences("a second run", out, again, lse, lse_again)
+    faults += _differences("a second run", results, again, case.repeatable)
     if case.has_packed_twin:
-        inputs = [Placed(x.shape, dtype, "packed", gpu, NAN_BYTE, x).array for x in (q, k, v)]
-        faults += _differences("packed arrays", out, to_host(cuflash.attention(*inputs, **case.options)))
+        packed, _ = _compute(case.packed_twin(), arrays, dtype, gpu, None)
+        faults += _differences("packed arrays", results, packed, case.repeatable)
     return faults
 
 
-def _attend(case: Case, arrays, dtype: str, gpu: int | None, fill: int):
-    """(out, lse, faults) of the arrays laid out as the case says, with ``out`` full of ``fill`` before."""
-    q, k, v = inputs = [
-        Placed(x.shape, dtype, case.layouts[name], gpu, NAN_BYTE, x)
-        for name, x in zip("qkv", arrays, strict=True)
-    ]
-    placed = Placed(case.shapes["out"], dtype, case.out_layout, gpu, fill)
-    _, lse = cuflash.attention(q.array, k.array, v.array, out=placed.array, return_lse=True, **case.options)
-    out, intact = placed.read()
-    faults = [] if intact else ["memory around out was written"]
-    faults += [f"{name} was written" for name, x in zip("qkv", inputs, strict=True) if not x.is_unchanged()]
-    return out, to_host(lse), faults
+def _judge(case: Case, arrays: dict, results: dict, row: Row) -> list[str]:
+    """Hold the results against the oracle; the figures go into the row."""
+    from .. import oracle  # here, since SciPy takes longer to import than `cuflash --help` to run
+
+    lengths = {} if case.lengths is None else case.lengths.arrays()
+    if case.backward:
+        judge = oracle.judge_backward if case.lengths is None else oracle.judge_varlen_backward
+    else:
+        judge = oracle.judge if case.lengths is None else oracle.judge_varlen
+    judgement = judge(**results, **arrays, **lengths, **case.options)
+    row.of, figures = "out", judgement
+    if case.backward:
+        row.of = max(case.written, key=lambda name: _nearness(getattr(judgement, name)))
+        figures = getattr(judgement, row.of)
+    for name in vars(figures).keys() & vars(row).keys() - {"ok", "why"}:
+        setattr(row, name, getattr(figures, name))
+    return [] if judgement.ok else [judgement.why]
 
 
-def _differences(what: str, out, other, lse=None, other_lse=None) -> list[str]:
-    """A line for each of out and lse that is not the same in every bit."""
+def _nearness(judgement) -> tuple[bool, float]:
+    """How close a gradient comes to what is not ok."""
+    budget = judgement.max_budget
+    return not judgement.ok, judgement.max_err / budget if budget else float(judgement.max_err > 0)
+
+
+def _compute(case: Case, arrays: dict, dtype: str, gpu: int | None, fill: int | None) -> tuple[dict, list[str]]:
+    """(results by name, faults) of the arrays laid out as the case says.
+
+    Those to write into are full of ``fill`` before; with None there are none, and a forward is not asked for lse.
+    """
+    placed = {
+        name: Placed(x.shape, dtype_of(name, dtype), case.layouts[name], gpu, NAN_BYTE, x)
+        for name, x in arrays.items()
+    }
+    lengths = {} if case.lengths is None else case.lengths.arrays()
+    lengths = {name: Placed(x.shape, x.dtype.name, "packed", gpu, NAN_BYTE, x) for name, x in lengths.items()}
+    targets = {}
+    if fill is not None:
+        targets = {
+            name: Placed(case.shapes[name], dtype, case.layouts[name], gpu, fill) for name in case.written
+        }
+    call = _backward if case.backward else _forward
+    results = call(case, *({name: x.array for name, x in group.items()} for group in (placed, lengths, targets)))
+
     faults = []
-    for name, first, second in (("out", out, other), ("lse", lse, other_lse)):
-        if first is not None and (count := _num_different(first, second)):
-            faults.append(f"{name} of {what} differs in {count} of {first.size} elements")
+    for name, target in targets.items():
+        results[name], intact = target.read()
+        faults += [] if intact else [f"memory around {name} was written"]
+    inputs = {**placed, **lengths}
+    faults += [f"{name} was written" for name, x in inputs.items() if not x.is_unchanged()]
+    return {name: to_host(x) for name, x in results.items()}, faults
+
+
+def _forward(case: Case, arrays: dict, lengths: dict, targets: dict) -> dict:
+    attend = cuflash.attention if case.lengths is None else cuflash.attention_varlen
+    if not targets:
+        return {"out": attend(**arrays, **lengths, **case.options)}
+    out, lse = attend(**arrays, **lengths, **targets, return_lse=True, **case.options)
+    return {"out": out, "lse": lse}
+
+
+def _backward(case: Case, arrays: dict, lengths: dict, targets: dict) -> dict:
+    attend = cuflash.attention if case.lengths is None else cuflash.attention_varlen
+    differentiate = cuflash.attention_backward if case.lengths is None else cuflash.attention_varlen_backward
+    operands = {name: arrays[name] for name in "qkv"}
+    out, lse = attend(**operands, **lengths, return_lse=True, **case.options)
+    gradients = differentiate(
+        **arrays, out=out, lse=lse, **lengths, **targets, deterministic=case.deterministic, **case.options
+    )
+    return dict(zip(case.written, gradients, strict=True))
+
+
+def _differences(what: str, results: dict, others: dict, names) -> list[str]:
+    """A line for each of the named results that is not the same in every bit."""
+    faults = []
+    for name in names:
+        if name in others and (count := _num_different(results[name], others[name])):
+            faults.append(f"{name} of {what} differs in {count} of {results[name].size} elements")
     return faults
 
 

@@ -63,10 +63,13 @@ MASKS = {
     help="May be repeated.",
 )
 @click.option("--softcap", is_flag=True, help="Also the variants with a softcap.")
+@click.option("--backward", is_flag=True, help="Also the kernels of the gradients.")
+@click.option("--varlen", is_flag=True, help="Also the kernels for packed sequences.")
+@click.option("--deterministic", is_flag=True, help="With --backward, also those of deterministic gradients.")
 @click.option(
     "--jobs", type=click.IntRange(1), help="Compiles at a time; as many as there are cores by default."
 )
-def warmup(archs, output, dtypes, head_dims, masks, softcap, jobs):
+def warmup(archs, output, dtypes, head_dims, masks, softcap, backward, varlen, deterministic, jobs):
     """Compile the usual kernels ahead; no GPU is needed.
 
     All combinations of the options are compiled, for arrays whose rows start at multiples of 16 bytes, each
@@ -74,13 +77,22 @@ def warmup(archs, output, dtypes, head_dims, masks, softcap, jobs):
     to it: a first call then compiles nothing, if NVRTC and cuflash are of the same version there.
     """
     start = time.perf_counter()
+    if deterministic and not backward:
+        raise click.UsageError("--deterministic is about gradients: give --backward too")
+    calls = [{}]
+    if backward:
+        calls.append({"backward": True})
+    if deterministic:
+        calls.append({"backward": True, "deterministic": True})
+    if varlen:
+        calls += [{**call, "varlen": True} for call in calls]
     variants = []
     for device in _devices(archs):
         arch = environment.arch_for(device)
-        for dtype, dims, mask, cap in itertools.product(
-            dtypes, head_dims, masks, (0.0, 30.0) if softcap else (0.0,)
+        for dtype, dims, mask, cap, call in itertools.product(
+            dtypes, head_dims, masks, (0.0, 30.0) if softcap else (0.0,), calls
         ):
-            variants.append(_variant(device, arch, dtype, *dims, softcap=cap, **MASKS[mask]))
+            variants += _variants(device, arch, dtype, *dims, softcap=cap, **MASKS[mask], **call)
     folder = _writable(output or jit.cache_dir())
     try:
         built = builds.build_all(variants, cache_dir=folder, jobs=jobs)
@@ -108,14 +120,14 @@ def _devices(archs) -> list[config.Device]:
     return list(dict.fromkeys(environment.device_of(gpu) for gpu in range(found.count)))
 
 
-def _variant(
+def _variants(
     device: config.Device, arch: str, dtype: str, head_dim: int, head_dim_v: int, **options
-) -> builds.Variant:
+) -> list[builds.Variant]:
     try:
         problem = builds.packed_problem(
             dtype, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim, head_dim_v=head_dim_v, **options
         )
-        return builds.variant_of(config.choose(problem, device, config.forced_tier()), arch)
+        return builds.variants_of(problem, config.choose(problem, device, config.forced_tier()), arch)
     except (ValueError, NotImplementedError) as error:
         raise click.ClickException(one_line(error)) from None
 

@@ -1,0 +1,207 @@
+"""The backward: which tier takes a problem, and with which tiles; and the kernels before and behind it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .arrays import ITEMSIZE
+from .config_base import BLOCK_RESERVED_SMEM, SIMT_HEAD_DIMS, Config, Device, Kernel, round_up, shared_constants, vec_bytes
+from .problem import BackwardProblem
+
+
+def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
+    return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic)}
+
+
+def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> tuple[int, str]:
+    """How many (batch, key head) pairs run together; ``head_dim`` is that of dq_sum."""
+    all_heads = max(1, problem.batch_axis * problem.heads_k)
+    if problem.deterministic:
+        return all_heads, (f"heads_in_group = {all_heads}  # all: the key tiles of a head wait for each other, those of others "
+                           "go on")
+    group, itemsize = problem.heads_q // problem.heads_k, ITEMSIZE[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * max(4, itemsize)
+    per_key_head = group * problem.seqlen_q * row_bytes
+    heads = min(max(1, device.l2_bytes // 2 // max(1, per_key_head)), all_heads)
+    return heads, (f"heads_in_group = {heads}  # q, dout and dq_sum that go with a key head take {per_key_head / 2**20:.1f} MiB, "
+                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
+
+
+# --------------------------------------------------------------------------------------------------------------- sm80
+
+def _refuse_sm80(problem: BackwardProblem, device: Device) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+    if device.compute_capability < (8, 0):
+        return "the backward needs compute capability 8.0 or newer (cp.async; mma.sync with bfloat16)"
+    if _sm80_tile(problem, device) is None:
+        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
+                "memory that a block may have")
+    return None
+
+
+# (block_m, block_n, warps, group, stages, ds_stages, blocks) by the wider of the two padded head dims: the first that fits.
+# With two stages of Q and dO, and of dS, a tile meets one barrier; on a GPU with less shared memory the second of dS goes first.
+_SM80_TILES = (
+    (64, ((64, 128, 4, 1, 2, 2, 2), (64, 128, 4, 1, 1, 1, 2), (64, 128, 8, 2, 2, 1, 1)),
+     "a warp keeps dK and dV of 32 keys; two blocks hide each other's softmax"),
+    (128, ((64, 128, 8, 2, 2, 2, 1), (64, 128, 8, 2, 2, 1, 1), (64, 64, 8, 4, 1, 1, 1)),
+     "two warps share the columns of dK and dV of 32 keys, which would take all registers of one"),
+    (256, ((64, 64, 8, 4, 2, 2, 1), (64, 64, 8, 4, 1, 1, 1), (32, 32, 4, 2, 1, 1, 1)),
+     "four warps share the columns of dK and dV of 32 keys"),
+)
+_SM80_BLOCK_WORK = 128              # BlockWork of kernels/bwd_sm80.cu, padded to the alignment of the tiles
+
+
+def _sm80_head_dims(problem: BackwardProblem) -> tuple[int, int]:
+    # The warps of a group share the columns of dK and dV by 16: four of them, above 128, need whole 64.
+    multiple = 32 if max(problem.head_dim, problem.head_dim_v) <= 128 else 64
+    return round_up(problem.head_dim, multiple), round_up(problem.head_dim_v, multiple)
+
+
+def _sm80_tile(problem: BackwardProblem, device: Device):
+    """(block_m, block_n, warps, group, stages, ds_stages, blocks, smem_bytes, reason), or None if nothing fits."""
+    head_dim, head_dim_v = _sm80_head_dims(problem)
+    tiles, reason = next((tiles, reason) for limit, tiles, reason in _SM80_TILES if max(head_dim, head_dim_v) <= limit)
+    for block_m, block_n, warps, group, stages, ds_stages, blocks in tiles:
+        # K and V, Q and dO; dS, and P where warps share it; lse and delta of rows; whether keys are finite.
+        smem = (2 * ((block_n + stages * block_m) * (head_dim + head_dim_v) + (ds_stages + (group > 1)) * block_n * block_m)
+                + 8 * stages * block_m + 4 * block_n + _SM80_BLOCK_WORK)
+        if blocks * (smem + BLOCK_RESERVED_SMEM) <= device.smem_optin + BLOCK_RESERVED_SMEM:
+            return block_m, block_n, warps, group, stages, ds_stages, blocks, smem, reason
+    return None
+
+
+def _sm80(problem: BackwardProblem, device: Device, refused) -> Config:
+    block_m, block_n, warps, group, stages, ds_stages, blocks, smem, why = _sm80_tile(problem, device)
+    head_dim, head_dim_v = _sm80_head_dims(problem)
+    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    constants = {
+        **_shared_constants(problem),
+        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
+        "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "WARPS": warps, "GROUP": group, "STAGES": stages, "DS_STAGES": ds_stages,
+        "SMEM_BYTES": smem, "MIN_BLOCKS": blocks, "VEC_BYTES": problem.alignment, "OUT_VEC_BYTES": problem.out_alignment,
+    }
+    vec = ("16-byte copies" if problem.alignment == 16 else
+           f"an address or stride of q, k, v, out or dout is no multiple of 16 bytes: copies are {16 // problem.alignment} times "
+           "as many")
+    reasons = (
+        f"block_n = {block_n}, warps = {warps}, group = {group}  # {why}",
+        f"block_m = {block_m}, stages = {stages}  # " +
+        ("the next query tile is copied while this one is used" if stages == 2 else
+         "a second buffer of Q and dO does not fit"),
+        f"ds_stages = {ds_stages}  # " + ("dq of a tile is computed one tile later, without a barrier of its own"
+                                          if ds_stages == 2 else "dq of a tile is computed at once: a second dS does not fit"),
+        f"smem_bytes = {smem}  # {blocks} block{'s' * (blocks > 1)} a multiprocessor, the limit of one is {device.smem_optin}",
+        f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}, padded so that the "
+        "warps of a group share the columns evenly",
+        f"vec_bytes = {problem.alignment}  # {vec}",
+        heads_why,
+    )
+    return Config("bwd_sm80", tuple(sorted(constants.items())), warps * 32, smem, "sm80", block_m, block_n, heads, reasons,
+                  refused)
+
+
+# --------------------------------------------------------------------------------------------------------------- simt
+
+# (block_m, block_n, warps, chunk_d, chunk_m, chunk_q, blocks), by words of a number (1: float32, 2: float64) and the wider of the
+# padded head dims; blocks that share a multiprocessor by their registers. Preferred first: more rows read K and V less often. On
+# a GPU with less shared memory the first that gives a multiprocessor most warps.
+_SIMT_TILES = {
+    (1, 64): ((64, 64, 4, 32, 32, 64, 3), (32, 64, 4, 32, 32, 32, 3)),
+    (1, 128): ((64, 64, 4, 32, 32, 64, 2), (32, 64, 4, 32, 16, 32, 2)),
+    (1, 256): ((128, 64, 8, 32, 32, 64, 1), (64, 64, 8, 32, 16, 64, 1), (64, 32, 4, 32, 8, 32, 2)),
+    (2, 64): ((64, 64, 4, 16, 16, 32, 2), (32, 64, 4, 16, 16, 32, 2), (32, 32, 4, 16, 16, 32, 2)),
+    (2, 128): ((64, 64, 8, 16, 16, 32, 1), (32, 64, 8, 16, 8, 32, 1), (32, 32, 4, 16, 8, 32, 2)),
+    (2, 256): ((64, 32, 8, 16, 8, 32, 1), (32, 32, 8, 16, 4, 32, 1)),
+}
+_SIMT_BLOCK_WORK = 112              # BlockWork and ticket of kernels/bwd_simt.cu
+
+
+class _SimtTile(NamedTuple):
+    block_m: int
+    block_n: int
+    warps: int
+    chunk_d: int            # columns of Q and K, or of dO and V, in a buffer
+    chunk_m: int            # rows of Q or dO in a buffer
+    chunk_q: int            # columns of K in a buffer, for as many of dQ
+    blocks: int             # that share a multiprocessor
+    smem: int
+
+
+def _simt_sizes(problem: BackwardProblem) -> tuple[int, int, int]:
+    """Words of a number in the kernel, padded head_dim, padded head_dim_v."""
+    head_dim, head_dim_v = (next(size for size in SIMT_HEAD_DIMS if size >= wanted)
+                            for wanted in (problem.head_dim, problem.head_dim_v))
+    return 2 if problem.dtype == "float64" else 1, head_dim, head_dim_v
+
+
+def _simt_tile(words: int, head_dim: int, head_dim_v: int, smem_optin: int) -> _SimtTile | None:
+    widest, fitting = max(head_dim, head_dim_v), []
+    limit = next(limit for limit in (64, 128, 256) if widest <= limit)
+    for block_m, block_n, warps, chunk_d, chunk_m, chunk_q, blocks in _SIMT_TILES[words, limit]:
+        chunk_q = chunk_q if head_dim % chunk_q == 0 else 32
+        # Two buffers, P and dS, two facts of each row.
+        buffer = max((block_m + block_n) * (chunk_d + 4 // words), chunk_m * widest, block_n * chunk_q)
+        smem = 4 * words * (2 * buffer + 2 * block_m * (block_n + 8) + 2 * block_m) + _SIMT_BLOCK_WORK
+        if smem <= smem_optin:
+            blocks = min(blocks, (smem_optin + BLOCK_RESERVED_SMEM) // (smem + BLOCK_RESERVED_SMEM))
+            fitting.append(_SimtTile(block_m, block_n, warps, chunk_d, chunk_m, chunk_q, blocks, smem))
+    return max(fitting, key=lambda tile: min(8, tile.warps * tile.blocks), default=None)
+
+
+def _refuse_simt(problem: BackwardProblem, device: Device) -> str | None:
+    if _simt_tile(*_simt_sizes(problem), device.smem_optin) is None:
+        return f"no tile fits into {device.smem_optin} bytes of shared memory; 48 KiB always do"
+    return None
+
+
+def _simt(problem: BackwardProblem, device: Device, refused) -> Config:
+    words, head_dim, head_dim_v = _simt_sizes(problem)
+    tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
+    threads = tile.warps * 32
+    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
+    out_vec = min(vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim, problem.head_dim_v),
+                  4 // words * ITEMSIZE[problem.dtype])
+    constants = {
+        **_shared_constants(problem),
+        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "WARPS": tile.warps,
+        "CHUNK_D": tile.chunk_d, "CHUNK_M": tile.chunk_m, "CHUNK_Q": tile.chunk_q, "SMEM_BYTES": tile.smem,
+        "MIN_BLOCKS": tile.blocks, "VEC_BYTES": vec, "OUT_VEC_BYTES": out_vec,
+    }
+    reasons = (
+        f"block_n = {tile.block_n}, warps = {tile.warps}  # a lane keeps {tile.block_n * head_dim // threads} numbers of dK and "
+        f"{tile.block_n * head_dim_v // threads} of dV in registers",
+        f"block_m = {tile.block_m}  # K and V are read once for so many query rows",
+        f"chunk_d = {tile.chunk_d}, chunk_m = {tile.chunk_m}, chunk_q = {tile.chunk_q}  # columns and rows in a buffer; P and dS "
+        "take the rest",
+        f"smem_bytes = {tile.smem}  # {tile.blocks} block{'s' * (tile.blocks > 1)} a multiprocessor, the limit of one is "
+        f"{device.smem_optin}",
+        f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}, padded",
+        f"vec_bytes = {vec}, out_vec_bytes = {out_vec}  # divide every address and every row",
+        heads_why,
+    )
+    return Config("bwd_simt", tuple(sorted(constants.items())), threads, tile.smem, "simt", tile.block_m, tile.block_n, heads,
+                  reasons, refused)
+
+
+# ------------------------------------------------------------------------------------------------------ before and behind
+
+def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
+    """bwd_delta, the kernel of ``config`` and bwd_cast: the launches of a backward, in their order."""
+    constants = dict(config.constants)
+    shared = {name: constants[name] for name in ("DTYPE", "HEAD_DIM", "VARLEN")}
+    delta_vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim_v)
+    # As many lanes take a row, up to a warp, as it has parts of 16 bytes.
+    lanes = min(32, 1 << (-(-problem.head_dim_v * ITEMSIZE[problem.dtype] // 16) - 1).bit_length())
+    delta = {**shared, "DETERMINISTIC": constants["DETERMINISTIC"], "VEC_BYTES": delta_vec, "LANES": lanes}
+    return (
+        Kernel("bwd_delta", tuple(sorted(delta.items())), 256, 0),
+        config,
+        Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), 256, 0))
+
+
+REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}
+BUILDERS = {"sm80": _sm80, "simt": _simt}

@@ -1,0 +1,93 @@
+"""What every config is made of: the device, the constants that all kernels share, the kernel with its constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .arrays import ITEMSIZE
+from .problem import Problem
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice depends on: compute capability, shared memory a block may opt in to (bytes), L2 size (bytes)."""
+
+    compute_capability: tuple[int, int]
+    smem_optin: int
+    l2_bytes: int
+    num_sms: int
+    name: str
+
+
+def _preset(major, minor, smem_kib, l2_mib, num_sms, name):
+    return Device((major, minor), smem_kib * 1024, l2_mib * 2**20, num_sms, name)
+
+
+# One well-known GPU of each architecture, for `explain`, `warmup` and tests without a GPU.
+DEVICES = {
+    "sm_60": _preset(6, 0, 48, 4, 56, "Tesla P100"),
+    "sm_61": _preset(6, 1, 48, 2, 20, "GeForce GTX 1080"),
+    "sm_70": _preset(7, 0, 96, 6, 80, "Tesla V100"),
+    "sm_75": _preset(7, 5, 64, 4, 40, "Tesla T4"),
+    "sm_80": _preset(8, 0, 163, 40, 108, "A100"),
+    "sm_86": _preset(8, 6, 99, 6, 82, "GeForce RTX 3090"),
+    "sm_89": _preset(8, 9, 99, 72, 128, "GeForce RTX 4090"),
+    "sm_90": _preset(9, 0, 227, 50, 132, "H100/H200"),
+    "sm_100": _preset(10, 0, 227, 126, 148, "B200"),
+    "sm_120": _preset(12, 0, 99, 96, 170, "GeForce RTX 5090"),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, the constants that become its ``-D`` macros, and its blocks: threads, bytes of dynamic shared memory."""
+
+    kernel: str
+    constants: tuple[tuple[str, int], ...]
+    threads: int
+    smem_bytes: int
+
+
+@dataclass(frozen=True)
+class Config(Kernel):
+    """The kernel that computes a problem. ``reasons`` say why each number is what it is."""
+
+    tier: str
+    block_m: int
+    block_n: int
+    heads_in_group: int
+    reasons: tuple[str, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+BLOCK_RESERVED_SMEM = 1024          # the driver takes this much of every block
+SIMT_HEAD_DIMS = (32, 64, 96, 128, 192, 256)        # few, since each is a kernel; warps share their columns evenly
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _score_kind(problem: Problem) -> int:
+    """kScoreFolded, kScoreScaled or kScoreSoftcap of kernels/attn/score.cuh."""
+    if problem.softcap:
+        return 2
+    if problem.dtype == "float64":
+        return 1                # the largest exponent is then 0 to the last bit, and P of it exactly 1
+    return 0 if problem.softmax_scale > 1e-30 else 1        # below, a float32 scale nears its subnormals
+
+
+def shared_constants(problem: Problem) -> dict[str, int]:
+    return {
+        "DTYPE": DTYPE_CODES[problem.dtype],
+        "MASK_LEFT": int(problem.window_left is not None),
+        "MASK_RIGHT": int(problem.window_right is not None),
+        "SCORE": _score_kind(problem),
+        "VARLEN": int(problem.varlen),
+    }
+
+
+def vec_bytes(alignment: int, dtype: str, *sizes: int) -> int:
+    """The widest access that the alignment allows and that ends with a row of each of ``sizes`` elements."""
+    return min(alignment, *((size * ITEMSIZE[dtype]) & -(size * ITEMSIZE[dtype]) for size in sizes))

@@ -1,0 +1,343 @@
+"""Calls with CuPy arrays from the public function to what is launched, with a driver that is made up: no GPU.
+
+The arrays are CuPy's own over addresses that are never touched. What a call allocates, what it passes to the kernels and
+what it keeps for the next call is all that is looked at.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import types
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import arrays, config, jit, launch
+
+cupy = pytest.importorskip("cupy", reason="no CuPy")
+
+SHAPES = {
+    "q": (2, 100, 4, 64),
+    "k": (2, 120, 2, 64),
+    "v": (2, 120, 2, 32),
+    "out": (2, 100, 4, 32),
+    "lse": (2, 4, 100),
+}
+PACKED = {"q": (100, 4, 64), "k": (120, 2, 64), "v": (120, 2, 32), "out": (100, 4, 32), "lse": (4, 100)}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+class Gpu:
+    """The made-up one: arrays, and what was launched and allocated."""
+
+    def __init__(self):
+        self.launches, self.kernels, self.allocated, self.freed = [], [], [], []
+        self.capturing, self.next = False, 1 << 32
+
+    def array(self, shape, dtype="float16", device=0, offset=0):
+        self.next += 1 << 28
+        memory = cupy.cuda.UnownedMemory(self.next, 1 << 28, None, device_id=device)
+        return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, offset))
+
+    def arrays(self, *names, shapes=SHAPES, dtype="float16"):
+        return [self.array(shapes[name], "float32" if name == "lse" else dtype) for name in names]
+
+    def launch_kernel(self, function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
+        kernel = self.kernels[function]
+        layout = launch.BWD_PARAMS if kernel.startswith("bwd") else launch.FWD_PARAMS
+        address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
+        data = (ctypes.c_char * layout.itemsize).from_address(address)
+        self.launches.append((kernel, np.frombuffer(bytes(data), layout)[0]))
+
+    def load(self, kernel, constants, arch, device_id, smem_bytes, *, stream):
+        self.kernels.append(kernel)
+        return types.SimpleNamespace(function=len(self.kernels) - 1, registers=64)
+
+    def taken(self):
+        """What was launched since the last time, by name."""
+        launches, self.launches = dict(self.launches), []
+        return launches
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from cupy_backends.cuda.api import driver
+
+    made = Gpu()
+    attention = importlib.import_module("cuflash.attention")
+
+    class Device(contextlib.nullcontext):
+        def __init__(self, device_id=0):
+            super().__init__()
+            self.id = device_id
+
+    def alloc(size):
+        made.next += 1 << 28
+        made.allocated.append((made.next, size))
+        return types.SimpleNamespace(ptr=made.next)
+
+    def malloc_async(size, stream):
+        assert made.capturing and stream == 7
+        return alloc(size).ptr
+
+    monkeypatch.setattr(driver, "launchKernel", made.launch_kernel)
+    monkeypatch.setattr(jit, "load", made.load)
+    monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
+    monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES["sm_90"])
+    monkeypatch.setattr(attention, "_prepared", attention._Prepared())
+    monkeypatch.setattr(attention, "_current_device", lambda: 0)
+    monkeypatch.setattr(attention, "check_driver", lambda: None)
+    monkeypatch.setattr(arrays.CupyDoor, "stream", lambda self, device_id: 7)
+    monkeypatch.setattr(arrays.CupyDoor, "empty", lambda self, shape, dtype, like: made.array(shape, dtype))
+    monkeypatch.setattr(cupy.cuda, "Device", Device)
+    monkeypatch.setattr(cupy.cuda, "alloc", alloc)
+    for name, function in (
+        ("setDevice", lambda device_id: None),
+        ("streamIsCapturing", lambda stream: made.capturing),
+        ("mallocAsync", malloc_async),
+        ("freeAsync", lambda pointer, stream: made.freed.append(pointer)),
+    ):
+        monkeypatch.setattr(cupy.cuda.runtime, name, function)
+    return made
+
+
+def pointers(record, *names):
+    return [int(record[name]) for name in names]
+
+
+def addresses(*given):
+    return [x.data.ptr for x in given]
+
+
+def test_a_dense_forward(gpu):
+    q, k, v = gpu.arrays("q", "k", "v")
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    ((kernel, record),) = gpu.taken().items()
+    assert kernel == "fwd_sm80" and pointers(record, "q", "k", "v", "out", "lse") == addresses(
+        q, k, v, out, lse
+    )
+    assert pointers(record, *LENGTHS, "tiles") == [0] * 5 and gpu.allocated == []
+    assert (out.shape, lse.shape, lse.dtype) == (SHAPES["out"], SHAPES["lse"], "float32")
+
+
+def packed(gpu, dtype="int32", used=False):
+    lengths = [gpu.array((4,), dtype), gpu.array((4,), dtype)]
+    return lengths, {
+        "seqused_q": gpu.array((3,), "int64"),
+        "seqused_k": gpu.array((3,), "int32"),
+    } if used else {}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_packed_forward(gpu, dtype, used):
+    q, k, v = gpu.arrays("q", "k", "v", shapes=PACKED)
+    lengths, rest = packed(gpu, dtype, used)
+    out, lse = cuflash.attention_varlen(q, k, v, *lengths, **rest, causal=True, return_lse=True)
+    launches = gpu.taken()
+    assert list(launches) == ["varlen_tiles", "fwd_sm80"]
+    ((scratch, size),) = gpu.allocated
+    for record in launches.values():
+        assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k, v, out, lse)
+        assert pointers(record, *LENGTHS[:2]) == addresses(*lengths)
+        assert pointers(record, *LENGTHS[2:]) == (addresses(*rest.values()) if used else [0, 0])
+        assert pointers(record, "tiles") == [scratch] and size >= 8 * record["num_tiles"]
+        assert record["int64_lengths"] == (3 if dtype == "int64" else 0) + 4 * used and record["batch"] == 3
+    assert (out.shape, lse.shape) == (PACKED["out"], PACKED["lse"])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_backward(gpu, is_packed, deterministic):
+    shapes = PACKED if is_packed else SHAPES
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse", shapes=shapes)
+    dout, dlse = gpu.arrays("out", "lse", shapes=shapes)
+    lengths, _ = packed(gpu)
+    function = cuflash.attention_varlen_backward if is_packed else cuflash.attention_backward
+    for _ in range(2):  # prepared by the first
+        gradients = function(
+            dout, q, k, v, out, lse, *(lengths if is_packed else ()), dlse=dlse, deterministic=deterministic
+        )
+        launches = gpu.taken()
+        assert list(launches) == ["varlen_tiles"] * is_packed + ["bwd_delta", "bwd_sm80", "bwd_cast"]
+        (scratch, size) = gpu.allocated[-1]
+        for kernel, record in launches.items():
+            assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k, v, out, lse)
+            assert pointers(record, *LENGTHS) == (addresses(*lengths) if is_packed else [0, 0]) + [0, 0]
+            if kernel != "varlen_tiles":
+                assert pointers(record, "dout", "dlse", "dq", "dk", "dv") == addresses(dout, dlse, *gradients)
+                scratch_arrays = {"tiles": is_packed, "rows": True, "dq_sum": True, "turns": deterministic}
+                places = [record[name] for name, is_there in scratch_arrays.items() if is_there]
+                assert places == sorted(set(places)) and places[0] == scratch and places[-1] < scratch + size
+                assert all(record[name] == 0 for name, is_there in scratch_arrays.items() if not is_there)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+        assert {x.dtype.name for x in gradients} == {"float16"}
+    assert len(gpu.kernels) == 3 + is_packed and len(gpu.allocated) == 2
+
+
+def test_a_batch_of_one_without_its_axis(gpu):
+    shapes = {name: shape[1:] for name, shape in SHAPES.items()}
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse", shapes=shapes)
+    (dout,) = gpu.arrays("out", shapes=shapes)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    assert gpu.taken()["bwd_sm80"]["dq_strides"].tolist() == [100 * 4 * 64, 4 * 64, 64]
+
+
+def test_the_pullback_of_a_forward(gpu):
+    q, k, v = gpu.arrays("q", "k", "v")
+    out, lse, pullback = cuflash.attention_vjp(
+        q, k, v, window=(9, 0), softcap=2.0, deterministic=True, return_lse=True
+    )
+    forward = gpu.taken()["fwd_sm80"]
+    dout, dlse = gpu.arrays("out", "lse")
+    for gradient in (None, dlse):
+        pullback(dout, gradient)
+        launches = gpu.taken()
+        record = launches["bwd_sm80"]
+        assert pointers(record, "out", "lse", "dout") == addresses(out, lse, dout)
+        assert pointers(record, "dlse") == [0 if gradient is None else dlse.data.ptr]
+        for name in ("scale_log2", "tanh_scale", "cap_log2", "window_left", "window_right"):
+            assert record[name] == forward[name]
+        assert record["softmax_scale"] == 64**-0.5 and record["turns"] > 0
+    out, pullback = cuflash.attention_vjp(q, k, v)
+    assert out.shape == SHAPES["out"] and len(pullback(dout)) == 3
+
+
+def test_gradients_into_given_arrays(gpu):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    dout, dk = gpu.arrays("out", "k")
+    for _ in range(2):
+        dq, given, dv = cuflash.attention_backward(dout, q, k, v, out, lse, dk=dk)
+        assert given is dk and pointers(gpu.taken()["bwd_cast"], "dq", "dk", "dv") == addresses(dq, dk, dv)
+    prepared = len(gpu.kernels)
+    for bad in (k, gpu.array(SHAPES["k"], offset=2)):
+        if bad is not k:
+            bad = cupy.ndarray(SHAPES["k"], "float16", memptr=dout.data + 512)  # inside dout
+        with pytest.raises(ValueError, match="dk must not overlap (k|dout): they share memory"):
+            cuflash.attention_backward(dout, q, k, v, out, lse, dk=bad)
+    with pytest.raises(ValueError, match="dv must not overlap dk"):
+        cuflash.attention_backward(
+            dout, q, k, v, out, lse, dk=dk, dv=cupy.ndarray(SHAPES["v"], "float16", memptr=dk.data)
+        )
+    assert len(gpu.kernels) == prepared and gpu.taken() == {}
+
+
+def test_scratch_of_a_captured_call_belongs_to_the_graph(gpu):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    (dout,) = gpu.arrays("out")
+    cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert gpu.freed == []
+    gpu.capturing = True
+    cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert gpu.freed == [gpu.allocated[-1][0]], "freed behind the launches"
+
+
+def test_lengths_are_read_only_if_asked_to(gpu, monkeypatch):
+    q, k, v = gpu.arrays("q", "k", "v", shapes=PACKED)
+    lengths, _ = packed(gpu)
+    values = {lengths[0].data.ptr: [0, 50, 40, 100], lengths[1].data.ptr: [0, 1, 2, 120]}
+    monkeypatch.setattr(arrays.CupyDoor, "to_host", lambda self, x: np.array(values[x.data.ptr]))
+    cuflash.attention_varlen(q, k, v, *lengths)
+    with pytest.raises(ValueError, match="cu_seqlens_q must not decrease; got 50 and then 40 at index 2"):
+        cuflash.attention_varlen(q, k, v, *lengths, validate=True)
+    values[lengths[0].data.ptr] = [0, 50, 50, 100]
+    cuflash.attention_varlen(q, k, v, *lengths, validate=True)
+    gpu.capturing = True
+    with pytest.raises(RuntimeError, match="validate=True copies the lengths to the host"):
+        cuflash.attention_varlen(q, k, v, *lengths, validate=True)
+
+
+def test_lengths_elsewhere(gpu):
+    q, k, v = gpu.arrays("q", "k", "v", shapes=PACKED)
+    lengths, _ = packed(gpu)
+    on_host = np.zeros(4, np.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_q must be on the device of q, cuda:0; got cpu"):
+        cuflash.attention_varlen(q, k, v, on_host, lengths[1])
+    with pytest.raises(ValueError, match="cu_seqlens_k must be on the device of q, cuda:0; got cuda:1"):
+        cuflash.attention_varlen(q, k, v, lengths[0], gpu.array((4,), "int32", device=1))
+    with pytest.raises(ValueError, match="seqused_k must be on the device of q, cuda:0; got cpu"):
+        cuflash.attention_varlen(q, k, v, *lengths, seqused_k=on_host[1:])
+    assert gpu.taken() == {}
+
+
+def test_calls_that_differ_are_prepared_apart(gpu):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    (dout,) = gpu.arrays("out")
+    backward = cuflash.attention_backward
+    calls = [
+        lambda: cuflash.attention(q, k, v),
+        lambda: cuflash.attention(q, k, v, return_lse=True),
+        lambda: backward(dout, q, k, v, out, lse),
+        lambda: backward(dout, q, k, v, out, lse, dlse=lse),
+        lambda: backward(dout, q, k, v, out, lse, deterministic=True),
+        lambda: backward(dout, q, k, v, out, lse, causal=True),
+        lambda: backward(dout, q, k, v, out, lse, window=(4, 0)),
+        lambda: backward(dout, q, k, v, out, lse, dq=out_of(q)),
+        lambda: backward(dout, q, k, v, out, lse, softmax_scale=0.5),
+    ]
+
+    def out_of(x):
+        return gpu.array(x.shape)
+
+    kept = importlib.import_module("cuflash.attention")._prepared.calls
+    for number, call in enumerate(calls, 1):
+        for _ in range(2):
+            call()
+            assert len(kept) == number
+    for wrong in (dict(causal=1), dict(deterministic=1), dict(window=(4.0, 0)), dict(softmax_scale=True)):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            backward(
+                dout, q, k, v, out, lse, **{"softmax_scale": 1, "window": (4, 0), "causal": True} | wrong
+            )
+    assert backward(dout, q, k, v, out, lse, window=[4, 0])[0].shape == q.shape and len(kept) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {**SHAPES, "k": (2, 0, 2, 64), "v": (2, 0, 2, 32)},
+        {**SHAPES, "q": (2, 0, 4, 64), "out": (2, 0, 4, 32), "lse": (2, 4, 0)},
+        {name: (0, *shape[1:]) for name, shape in SHAPES.items()},
+    ],
+)
+def test_empty_sides(gpu, shapes):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse", shapes=shapes)
+    (dout,) = gpu.arrays("out", shapes=shapes)
+    gradients = cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    expected = [] if q.shape[0] == 0 else ["bwd_delta", "bwd_cast"] if k.shape[1] == 0 else ["bwd_sm80"]
+    assert list(gpu.taken()) == expected
+
+
+class Shared:
+    """An array of another framework on a GPU, which gives CuPy its memory."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __dlpack_device__(self):
+        return 2, 0
+
+    def __dlpack__(self, **_):
+        raise AssertionError("cupy.from_dlpack is made up here")
+
+
+def test_other_arrays_go_through_cupy(gpu, monkeypatch):
+    monkeypatch.setattr(cupy, "from_dlpack", lambda shared: shared.x)
+    monkeypatch.setattr(arrays.DlpackDoor, "keep_until_done", lambda self, *given: None)
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    (dout,) = gpu.arrays("out")
+    given = [Shared(x) for x in (dout, q, k, v, out, lse)]
+    gradients = cuflash.attention_backward(*given)
+    assert pointers(gpu.taken()["bwd_delta"], "q", "k", "v", "out", "lse", "dout") == addresses(
+        q, k, v, out, lse, dout
+    )
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    with pytest.raises(ValueError, match="lse must be on the device of q, cuda:0; got cpu"):
+        cuflash.attention_backward(*given[:5], np.zeros(SHAPES["lse"], "float32"))
+    with pytest.raises(TypeError, match="dv is not supported for dlpack arrays; got Shared"):
+        cuflash.attention_backward(*given, dv=Shared(v))
+    out, lse = cuflash.attention(*given[1:4], return_lse=True)
+    assert list(gpu.taken()) == ["fwd_sm80"] and lse.shape == SHAPES["lse"]
