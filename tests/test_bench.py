@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib
+import importlib.machinery
 import json
 import math
 import statistics
@@ -22,8 +24,8 @@ from cuflash.cli import main as cuflash_main
 REPO = Path(jit.__file__).resolve().parent.parent
 
 command = importlib.import_module("cuflash.cli.bench")
-cases, memory, overhead, peers, record, run, timing = (
-    command.library(name) for name in ("cases", "memory", "overhead", "peers", "record", "run", "timing")
+cases, memory, overhead, peers, record, run, table, timing = (
+    command.library(name) for name in ("cases", "memory", "overhead", "peers", "record", "run", "table", "timing")
 )
 
 
@@ -87,7 +89,63 @@ def test_forward_is_16k_tokens_of_hidden_size_2048():
     ):
         cases.suite("forward", dtype="float32")
     with pytest.raises(ValueError, match="suite must be one of forward"):
-        cases.suite("backward")
+        cases.suite("sideways")
+
+
+def test_backward_counts_five_products_and_twice_the_arrays():
+    table = cases.suite("backward")
+    assert len(table) == 3 * 2 * 2 and all(case.backward and case.name.endswith(" bwd") for case in table)
+    for case in table:
+        forward = dataclasses.replace(case, backward=False)
+        assert case.flops == 2.5 * forward.flops
+        assert case.bytes == 2 * forward.bytes + 16384 * case.heads_q * 4
+        assert case.result_shapes == case.shapes and forward.result_shapes == (case.out_shape,)
+    # 2 queries of 3 see 5 keys in all; three products over 4, two over 8.
+    assert tiny(
+        seqlen_q=2, seqlen_k=3, causal=True, heads_q=1, heads_k=1, head_dim=4, head_dim_v=8, backward=True
+    ).flops == 2 * 5 * (3 * 4 + 2 * 8)
+
+
+def test_packed_sequences_count_their_own_lengths():
+    case = cases.packed("test", "float16", (3, 0, 2), 2, 4)
+    assert case.flops == 4 * 2 * (9 + 4) * 4 and case.name == "d4 s<=3 b3 t5 h2 full"
+    assert dataclasses.replace(case, causal=True).flops == case.flops / 2
+    assert dataclasses.replace(case, window=(0, 0)).pairs == 3 + 2
+    assert case.shapes == ((5, 2, 4),) * 3 and case.out_shape == (5, 2, 4) and case.bytes == 4 * 5 * 2 * 4 * 2
+    assert case.starts == [0, 3, 3, 5] and not case.is_uniform
+    assert case.dense == tiny(
+        dtype="float16", batch=2, seqlen_q=3, seqlen_k=3, head_dim=4, head_dim_v=4
+    )
+    x = np.arange(5 * 2).reshape(5, 2, 1)
+    assert case.part(x, 2, 1).tolist() == [[7], [9]] and case.part(x, 1, 0).size == 0
+    assert (case.alone(2).batch, case.alone(2).seqlen_q, case.alone(2).lengths) == (1, 2, ())
+
+
+def test_varlen_is_16k_tokens_as_long_skewed_and_short():
+    table = cases.suite("varlen")
+    assert {case.backward for case in table} == {False, True} and {case.head_dim for case in table} == {64, 128}
+    assert all(case.heads_q * case.head_dim == 2048 for case in table)
+    uniform = [case for case in table if case.is_uniform]
+    assert {case.lengths for case in uniform} == {(2048,) * 8, (1024,) * 16}
+    for case in uniform:
+        assert case.dense.flops == case.flops and case.dense.shapes[0] == (case.batch, case.seqlen_q, *case.shapes[0][1:])
+    (skewed,) = {case.lengths for case in table if case.seqlen_q == 8192}
+    assert len(skewed) == 17 and all(16 <= length <= 1024 for length in skewed[1:])
+    assert skewed[1:5] == (890, 680, 265, 659)  # the same in every run
+    dense = next(case.dense for case in table if case.seqlen_q == 8192)
+    assert (dense.batch, dense.seqlen_q, dense.lengths) == (2, 8192, ())
+    short = [case for case in table if case.wall]
+    assert all(case.batch == 128 and 1 <= min(case.lengths) and case.seqlen_q <= 255 for case in short)
+    assert len(table) == 2 * 4 * 2 * 2 and len(short) == 2 * 2 * 2
+
+
+def test_a_table_of_packed_sequences_has_all_tokens():
+    one, another = cases.table(
+        dtype="float32", head_dims=[16], seqlens=[40, 700], causal=True, tokens=500, hidden=32, varlen=True, backward=True
+    )
+    for case, longest in ((one, 40), (another, 500)):
+        assert sum(case.lengths) == 500 and 1 <= min(case.lengths) <= case.seqlen_q <= longest and case.backward
+        assert (case.heads_q, case.causal) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +171,80 @@ def test_the_truth_of_some_rows_is_that_of_the_oracle(changes):
     assert truth.error(wrong) == pytest.approx(1e-3)
     wrong[0, 0, 0] = np.nan
     assert math.isnan(truth.error(wrong))
+
+
+def test_the_truth_of_packed_sequences_is_that_of_each():
+    case = cases.packed("test", "float32", (5, 0, 40, 7), 2, 16, causal=True)
+    arrays = cases.make_arrays(case, "numpy")
+    assert arrays.starts.dtype == np.int32 and arrays.starts.tolist() == [0, 5, 5, 45, 52]
+    exact = np.concatenate(
+        [
+            oracle.attention(*(x[None, start:stop] for x in (arrays.q, arrays.k, arrays.v)), causal=True)[0][0]
+            for start, stop in ((0, 5), (5, 45), (45, 52))
+        ]
+    )
+    truth = cases.Truth(case, arrays)
+    assert sorted(truth.expected) == [(0, 0), (2, 0), (3, 1)] and truth.error(exact) < 1e-12
+    for row, head in ((4, 0), (44, 0), (51, 1)):
+        wrong = exact.copy()
+        wrong[row, head, -1] += 1e-3
+        assert truth.error(wrong) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "seqlen_q": 9, "seqlen_k": 20, "head_dim_v": 8},
+        {"causal": True, "seqlen_q": 20, "seqlen_k": 9},
+        {"window": (3, 2), "heads_q": 4},
+    ],
+)
+def test_the_truth_of_gradients_is_that_of_finite_differences(changes):
+    case = tiny(dtype="float64", backward=True, batch=2, **changes)
+    arrays = cases.make_arrays(case, "numpy")
+    truth = cases.Truth(case, arrays)
+    result = tuple(np.zeros(shape) for shape in case.shapes)
+    step, group = 1e-5, case.heads_q // case.heads_k
+
+    def loss():
+        return (oracle.attention(arrays.q, arrays.k, arrays.v, **case.options)[0] * arrays.dout).sum()
+
+    for (number, head), expected in truth.expected.items():
+        for index, (x, gradient, (rows, values)) in enumerate(
+            zip((arrays.q, arrays.k, arrays.v), result, expected, strict=True)
+        ):
+            place = (number, head // group if index else head)
+            for row in (int(rows[0]), int(rows[len(rows) // 2]), int(rows[-1])):
+                at = (place[0], row, place[1], 3)
+                before, around = x[at], []
+                for value in (before + step, before - step):
+                    x[at] = value
+                    around.append(loss())
+                x[at] = before
+                assert (around[0] - around[1]) / (2 * step) == pytest.approx(
+                    values[list(rows).index(row), 3], rel=1e-5, abs=1e-7
+                )
+            gradient[place[0], rows, place[1]] = values
+    assert truth.error(result) == 0
+    result[2][0, 0, 0] *= 1.5
+    assert truth.error(result) > 0.1
+    result[1][0, 0, 0] = np.nan
+    assert math.isnan(truth.error(result))
+
+
+def test_errors_of_gradients_are_measured_by_the_size_of_their_row():
+    b = np.ones((1, 5, 1, 4), np.float32)
+    b[0, 0], b[0, 1], b[0, 2] = 100, 0, 1e-6
+    a = b.copy()
+    assert cases.largest_relative_difference(a, b) == 0
+    a[0, 0] += 1
+    assert cases.largest_relative_difference(a, b) == pytest.approx(0.01)
+    a[0, 1, 0, 2] = 0.05  # beside a row of nothing: as large as the median row
+    assert cases.largest_relative_difference(a, b) == pytest.approx(0.05)
+    a[0, 3] = np.nan
+    assert math.isnan(cases.largest_relative_difference(a, b))
+    assert cases.largest_relative_difference(np.zeros((0, 2, 4)), np.zeros((0, 2, 4))) == 0
 
 
 def test_data_is_normal_repeats_and_differs_by_case():
@@ -194,6 +326,20 @@ def test_figures_of_a_timing():
         and figures["power_w"] == 200
         and figures["nvml_sm_clock_mhz"] is None
     )
+
+
+def test_the_wall_clock_waits_for_the_gpu_and_divides_a_queue(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def advance(seconds):
+        now[0] += seconds
+
+    waits = []
+    timer = timing.WallTimer(lambda: (waits.append(0), advance(1.0)), calls_a_run=4)
+    seconds, reading = timer.block(lambda: advance(0.5), 3)
+    assert seconds == [(4 * 0.5 + 1) / 4] * 3 and reading == {} and len(waits) == 4 and timer.alive()
+    assert timing.WallTimer().block(lambda: advance(0.5), 2)[0] == [0.5, 0.5]
 
 
 def test_no_management_library_means_no_readings(monkeypatch):
@@ -281,6 +427,42 @@ def test_contenders_agree_on_the_cpu(changes):
         assert truth.error(out) <= cases.TOLERANCE[case.dtype] / 4
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "dtype": "float16"},
+        {"heads_q": 4, "window": (7, 0), "batch": 2},
+        {"dtype": "float64", "batch": 2, "seqlen_k": 40, "causal": True, "head_dim_v": 8},
+        {"lengths": (24, 0, 5), "causal": True},
+        {"lengths": (24, 0, 5), "heads_q": 4, "window": (3, 1)},
+    ],
+)
+def test_contenders_agree_on_gradients_and_packed_sequences(changes):
+    packed = "lengths" in changes
+    for backward in (False, True) if packed else (True,):
+        case = tiny(backward=backward, **({"batch": 3} if packed else {}), **changes)
+        arrays = cases.make_arrays(case, "numpy")
+        truth = cases.Truth(case, arrays)
+        for name in ("cuflash", "unfused", *(["cuflash-deterministic"] if backward else [])):
+            result = peers.make(name, case, arrays)()
+            results = result if backward else (result,)
+            assert tuple(x.shape for x in results) == case.result_shapes and {x.dtype for x in results} == {arrays.q.dtype}
+            assert truth.error(result) <= cases.TOLERANCE[case.dtype] / 4
+
+
+def test_a_forward_has_no_deterministic_contender_and_dense_is_for_packed_sequences():
+    case = tiny()
+    with pytest.raises(peers.Unavailable, match="every forward is deterministic"):
+        peers.make("cuflash-deterministic", case, cases.make_arrays(case, "numpy"))
+    with pytest.raises(peers.Unavailable, match="the sequences are not packed"):
+        peers.problem_of("cuflash-dense", case)
+    packed = cases.packed("test", "float32", (3, 3), 2, 16)
+    assert peers.problem_of("cuflash-dense/simt", packed) == packed.dense and peers.problem_of("fa3", packed) is packed
+    with pytest.raises(peers.Unavailable, match="not the host's time"):
+        peers.problem_of("cuflash-dense", dataclasses.replace(packed, wall=True))
+
+
 class FakeCublas:
     """gemmStridedBatchedEx by NumPy, on host memory: column-major, as cuBLAS documents it."""
 
@@ -310,7 +492,7 @@ class FakeCublas:
         compute,
         algorithm,
     ):
-        assert handle == 7 and trans_b == 0 and {a_type, b_type, c_type} == {1} and compute == 70
+        assert handle == 7 and {a_type, b_type, c_type} == {1} and compute == 70
 
         def read(pointer, *shape, strides=None):
             size = 1 + sum((length - 1) * step for length, step in zip(shape, strides, strict=True))
@@ -321,9 +503,9 @@ class FakeCublas:
         assert keep == 0
         for number in range(count):
             left = read(a + 8 * number * stride_a, *((k, m) if trans_a else (m, k)), strides=(1, lda))
-            right = read(b + 8 * number * stride_b, k, n, strides=(1, ldb))
+            right = read(b + 8 * number * stride_b, *((n, k) if trans_b else (k, n)), strides=(1, ldb))
             read(c + 8 * number * stride_c, m, n, strides=(1, ldc))[...] = (
-                scale * (left.T if trans_a else left) @ right
+                scale * (left.T if trans_a else left) @ (right.T if trans_b else right)
             )
 
 
@@ -342,16 +524,211 @@ def test_products_of_unfused_attention_on_a_gpu(heads_k):
 
     def like_cupy(x):
         return types.SimpleNamespace(
-            data=types.SimpleNamespace(ptr=x.ctypes.data), strides=x.strides, array=x
+            data=types.SimpleNamespace(ptr=x.ctypes.data), strides=x.strides, shape=x.shape, array=x
         )
 
     scores, out = np.full((2, 4, 5, 7), np.nan), np.full((2, 5, 4, 6), np.nan)
     q, k, v, s, o = map(like_cupy, (arrays.q, arrays.k, arrays.v, scores, out))
-    peers._batched_product(cupy, FakeCublas(), case, q, k, s, alpha=0.5, to_scores=True)
+    peers._batched_product(cupy, FakeCublas(), case, "scores", q, k, s, alpha=0.5)
     k_all, v_all = (np.repeat(x, 4 // heads_k, axis=2) for x in (arrays.k, arrays.v))
     np.testing.assert_allclose(scores, 0.5 * np.einsum("bihd,bjhd->bhij", arrays.q, k_all))
-    peers._batched_product(cupy, FakeCublas(), case, s, v, o, alpha=1.0, to_scores=False)
+    peers._batched_product(cupy, FakeCublas(), case, "rows", s, v, o)
     np.testing.assert_allclose(out, np.einsum("bhij,bjhd->bihd", scores, v_all))
+
+
+class LikeCupy(np.ndarray):
+    """An array with its address where CuPy has it."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+@pytest.fixture
+def numpy_as_cupy(monkeypatch):
+    """NumPy in CuPy's place, as far as unfused attention uses it."""
+    fake = types.ModuleType("cupy")
+    fake.__dict__.update({name: getattr(np, name) for name in ("arange", "asarray", "exp", "float32", "where")})
+    fake.ndarray = LikeCupy
+    fake.empty = lambda shape, dtype: np.full(shape, np.nan, dtype).view(LikeCupy)
+    fake.cuda = types.SimpleNamespace(
+        Device=lambda: types.SimpleNamespace(cublas_handle=7),
+        runtime=types.SimpleNamespace(memGetInfo=lambda: (2**40, 2**40)),
+    )
+    libs = types.ModuleType("cupy_backends.cuda.libs")
+    libs.cublas = FakeCublas()
+    for name, module in (("cupy", fake), ("cupy_backends", libs), ("cupy_backends.cuda", libs), (libs.__name__, libs)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    return fake
+
+
+@pytest.mark.parametrize("changes", [{}, {"causal": True, "seqlen_k": 31, "head_dim_v": 8}, {"window": (4, 2)}])
+def test_unfused_attention_on_a_gpu(numpy_as_cupy, changes):
+    """Its forward and backward, on NumPy arrays that look like CuPy's."""
+    case = tiny(dtype="float64", batch=2, backward=True, **changes)
+    arrays = cases.make_arrays(case, "numpy")
+    like_cupy = cases.Arrays("cupy", *(x.view(LikeCupy) for x in (arrays.q, arrays.k, arrays.v, arrays.dout)))
+    forward = dataclasses.replace(case, backward=False)
+    assert cases.Truth(forward, arrays).error(peers.make("unfused", forward, like_cupy)()) < 1e-12
+    backward = peers.make("unfused", case, like_cupy)
+    for _ in range(2):  # a call leaves what the next one needs
+        assert cases.Truth(case, arrays).error(backward()) < 1e-10
+    with pytest.raises(peers.Unavailable, match="no grouped heads"):
+        peers.make("unfused", dataclasses.replace(case, heads_q=4), like_cupy)
+    with pytest.raises(peers.Unavailable, match="no packed sequences"):
+        peers.make("unfused", cases.packed("test", "float64", (3, 4), 2, 16), like_cupy)
+
+
+class FakeTensor:
+    """A tensor that knows by what name it goes, and which way its axes lie."""
+
+    def __init__(self, name, transposed=False):
+        self.name, self.transposed = name, transposed
+
+    def transpose(self, a, b):
+        assert (a, b) == (1, 2)
+        return FakeTensor(self.name, not self.transposed)
+
+    def __repr__(self):
+        return self.name + "^T" * self.transposed
+
+
+def fake_torch(monkeypatch):
+    """PyTorch's operators by the parameter names of their schemas (2.6 to 2.13); they return names, and keep the
+    arguments of the last call.
+    """
+    torch, attention, seen = types.ModuleType("torch"), types.ModuleType("torch.nn.attention"), {}
+    torch.__version__ = "2.11"
+    attention.SDPBackend = types.SimpleNamespace(FLASH_ATTENTION="flash", CUDNN_ATTENTION="cudnn")
+
+    def operator(parameters, results):
+        names = parameters.split()
+
+        def call(*arguments, **options):
+            seen.clear()
+            seen.update(zip(names, arguments, strict=False), **options)
+            assert len(arguments) <= len(names)
+            return tuple(FakeTensor(name, transposed=not name.islower()) for name in results.split())
+
+        return call
+
+    saved = "cum_seq_q cum_seq_k max_q max_k"
+    gradients = "grad_out query key value out logsumexp"
+    torch.ops = types.SimpleNamespace(
+        aten=types.SimpleNamespace(
+            _scaled_dot_product_flash_attention=operator(
+                "query key value dropout_p is_causal return_debug_mask", f"output logsumexp {saved} rng_state unused debug"
+            ),
+            _scaled_dot_product_flash_attention_backward=operator(
+                f"{gradients} {saved} dropout_p is_causal philox_seed philox_offset", "dq dk dv"
+            ),
+            _scaled_dot_product_cudnn_attention=operator(
+                "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask",
+                f"output logsumexp {saved} philox_seed philox_offset debug",
+            ),
+            _scaled_dot_product_cudnn_attention_backward=operator(
+                f"{gradients} philox_seed philox_offset attn_bias {saved} dropout_p is_causal", "dq dk dv"
+            ),
+            _flash_attention_forward=operator(
+                f"query key value {saved} dropout_p is_causal return_debug_mask", "output logsumexp rng_state unused debug"
+            ),
+            _flash_attention_backward=operator(
+                f"{gradients} {saved} dropout_p is_causal rng_state unused", "dq dk dv"
+            ),
+        )
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention", attention)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name, packed, expected",
+    [
+        (
+            "sdpa_flash",
+            False,
+            "grad_out=dout^T query=q^T key=k^T value=v^T out=output logsumexp=logsumexp cum_seq_q=cum_seq_q "
+            "cum_seq_k=cum_seq_k max_q=max_q max_k=max_k dropout_p=0.0 is_causal=True philox_seed=rng_state "
+            "philox_offset=unused",
+        ),
+        (
+            "sdpa_cudnn",
+            False,
+            "grad_out=dout^T query=q^T key=k^T value=v^T out=output logsumexp=logsumexp philox_seed=philox_seed "
+            "philox_offset=philox_offset attn_bias=None cum_seq_q=cum_seq_q cum_seq_k=cum_seq_k max_q=max_q max_k=max_k "
+            "dropout_p=0.0 is_causal=True",
+        ),
+        (
+            "sdpa_flash",
+            True,
+            "grad_out=dout query=q key=k value=v out=output logsumexp=logsumexp cum_seq_q=starts cum_seq_k=starts "
+            "max_q=24 max_k=24 dropout_p=0.0 is_causal=True rng_state=rng_state unused=unused",
+        ),
+    ],
+)
+def test_backwards_of_torch_by_their_operators(monkeypatch, name, packed, expected):
+    seen = fake_torch(monkeypatch)
+    changes = {"lengths": (24, 3), "batch": 2} if packed else {}
+    case = tiny(dtype="bfloat16", causal=True, backward=True, **changes)
+    arrays = cases.Arrays("torch", *map(FakeTensor, ("q", "k", "v", "dout", "starts")))
+    results = peers.make(name, case, arrays)()
+    assert " ".join(f"{key}={value}" for key, value in seen.items()) == expected
+    assert " ".join(map(str, results)) == ("dq dk dv" if packed else "dq^T dk^T dv^T")
+
+
+def test_packed_sequences_through_torch_and_fa3(monkeypatch):
+    seen = fake_torch(monkeypatch)
+    case = tiny(dtype="bfloat16", lengths=(24, 3), batch=2)
+    arrays = cases.Arrays("torch", *map(FakeTensor, ("q", "k", "v", "dout", "starts")))
+    assert str(peers.make("sdpa_flash", case, arrays)()) == "output"
+    assert [str(value) for value in seen.values()] == ["q", "k", "v", "starts", "starts", "24", "24", "0.0", "False", "False"]
+    with pytest.raises(peers.Unavailable, match="takes no packed sequences"):
+        peers.make("sdpa_cudnn", case, arrays)
+    with pytest.raises(peers.Unavailable, match="multiples of 8"):
+        peers.make("sdpa_flash", dataclasses.replace(case, head_dim=20), arrays)
+
+    fa3 = types.ModuleType("fa3_fwd_interface")
+    fa3.flash_attn_func = None
+    fa3.flash_attn_varlen_func = lambda *arguments, **options: (arguments, options)
+    fa3.__spec__ = importlib.machinery.ModuleSpec("fa3_fwd_interface", None)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
+    arguments = peers.make("fa3", case, arrays)()
+    assert [str(value) for value in arguments] == ["q", "k", "v", "starts", "starts", "24", "24"]
+    with pytest.raises(peers.Unavailable, match="fa3_fwd_interface has no backward"):
+        peers.make("fa3", dataclasses.replace(case, backward=True), arrays)
+
+
+def test_cuflash_gets_what_its_functions_take(monkeypatch):
+    seen = []
+
+    def note(name):
+        def call(*arguments, **options):
+            seen.append((name, arguments, options))
+            return ("out", "lse") if options.get("return_lse") else name
+
+        monkeypatch.setattr(peers.cuflash, name, call, raising=False)
+
+    for name in ("attention", "attention_varlen", "attention_backward", "attention_varlen_backward"):
+        note(name)
+    arrays = cases.Arrays("cupy", "q", "k", "v", "dout", "starts")
+    case = tiny(causal=True, window=(5, 0), backward=True)
+    assert peers.make("cuflash-deterministic/simt", case, arrays)() == "attention_backward"
+    options = {"causal": True, "window": (5, 0)}
+    assert seen == [
+        ("attention", ("q", "k", "v"), options | {"return_lse": True}),
+        ("attention_backward", ("dout", "q", "k", "v", "out", "lse"), options | {"deterministic": True}),
+    ]
+    seen.clear()
+    case = tiny(lengths=(24, 3), batch=2, backward=True)
+    assert peers.make("cuflash", case, arrays)() == "attention_varlen_backward"
+    peers.make("cuflash", dataclasses.replace(case, backward=False), arrays)()
+    assert seen == [
+        ("attention_varlen", ("q", "k", "v", "starts", "starts"), {"causal": False, "return_lse": True}),
+        ("attention_varlen_backward", ("dout", "q", "k", "v", "out", "lse", "starts", "starts"), {"causal": False}),
+        ("attention_varlen", ("q", "k", "v", "starts", "starts"), {"causal": False}),
+    ]
 
 
 @pytest.fixture
@@ -491,6 +868,115 @@ def test_a_record_holds_results_reasons_and_ratios(contenders, tmp_path):
     assert run.exit_status(written, "cuflash") == 0 and run.exit_status(written, "wrong") == 1
 
 
+@pytest.fixture
+def gradients(monkeypatch):
+    """Contenders of the test's own for backwards: a right one and a subtly wrong one."""
+
+    def right(case, arrays):
+        return peers._unfused_numpy_backward(case, arrays)
+
+    def subtly_wrong(case, arrays):
+        dq, dk, dv = right(case, arrays)()
+        dk[0, 5, 1] = 0  # in a head that the truth has no rows of
+        return lambda: (dq, dk, dv)
+
+    def wrong(case, arrays):
+        return lambda: tuple(2 * x for x in right(case, arrays)())
+
+    table = {"cuflash": right, "cuflash-deterministic": right, "sdpa_flash": right, "subtle": subtly_wrong, "wrong": wrong}
+    monkeypatch.setattr(peers, "CONTENDERS", table)
+    monkeypatch.setattr(peers, "missing", lambda name: None)
+
+
+@pytest.mark.parametrize("seconds, reached", [((2e-3, 2.5e-3, 2.1e-3), [True, True]), ((2e-3, 3e-3, 1.9e-3), [False, False])])
+def test_a_backward_is_held_against_its_targets(gradients, seconds, reached):
+    case = tiny(suite="backward", heads_q=3, heads_k=3, backward=True)
+    bench, lines = bench_of(["cuflash", "cuflash-deterministic", "sdpa_flash", "subtle", "wrong"], NamedTimer(*seconds))
+    (one,) = bench.run([case], suite="backward")["cases"]
+    assert one["backward"] and one["flops"] == case.flops
+    assert "of a row's size from float64" in one["results"]["wrong"]["failed"]
+    assert "from cuflash" in one["results"]["subtle"]["failed"]
+    assert [verdict["what"] for verdict in one["asked"]] == ["cuflash over sdpa_flash", "cuflash-deterministic over cuflash"]
+    assert [verdict["ok"] for verdict in one["asked"]] == reached
+    assert one["asked"][1]["value"] == pytest.approx(seconds[0] / seconds[1], rel=1e-3)
+    text = "\n".join(lines)
+    assert f"targets: {sum(reached)} of 2 reached" in text and ("MISSED" in text) != all(reached)
+    assert cases.asked(dataclasses.replace(case, head_dim=256))[0].bound == 0.9 and cases.asked(tiny()) == []
+
+
+def test_packed_sequences_are_held_against_the_rate_of_dense_ones(contenders):
+    case = dataclasses.replace(cases.packed("varlen", "float32", (16, 9, 3), 2, 16), causal=True)
+
+    def packed(case, arrays):
+        return peers._unfused_numpy(case, arrays)
+
+    contenders["cuflash"], contenders["cuflash-dense"] = packed, contenders["good"]
+    seconds = 1e-3, 1.5e-3
+    bench, lines = bench_of(["cuflash", "cuflash-dense"], NamedTimer(*seconds))
+    result = bench.run([case], suite="varlen")
+    (one,) = result["cases"]
+    assert one["lengths"] == (16, 9, 3) and result["settings"]["lengths_seed"] == cases.LENGTHS_SEED
+    dense = one["results"]["cuflash-dense"]
+    assert dense["problem"]["flops"] == case.dense.flops == 2 * 4 * 2 * 16 * 16 * 16 / 2
+    rates = case.flops / seconds[0], case.dense.flops / seconds[1]
+    assert dense["tflops"] == pytest.approx(rates[1] * 1e-12, rel=1e-3)
+    assert one["speed_over"]["cuflash-dense"]["ratio"] == pytest.approx(rates[0] / rates[1], rel=1e-3)
+    (verdict,) = one["asked"]
+    assert verdict["asked"] == 0.85 and verdict["ok"] == (rates[0] / rates[1] >= 0.85)
+    assert cases.asked(cases.packed("varlen", "float32", (16, 16), 2, 16))[0].bound == 0.95
+
+
+def test_short_calls_are_timed_one_at_a_time_and_queued(contenders):
+    case = cases.packed("varlen", "float32", (3, 5), 2, 16, wall=True)
+    contenders["cuflash"] = contenders["good"] = peers._unfused_numpy
+    bench, lines = bench_of(["cuflash", "good", "cuflash-dense"], NamedTimer(1.5e-4, 3e-4))
+    (one,) = bench.run([case], suite="varlen")["cases"]
+    assert one["results"]["cuflash"]["queued"]["median_s"] == 1.5e-4
+    assert one["results"]["cuflash"]["queued"]["calls"] == run.CALLS_A_QUEUE
+    assert one["asked"] == [{"what": "ms", "value": 0.15, "asked": 0.2, "ok": True}]
+    assert "unavailable" in one["results"]["cuflash-dense"]
+    text = "\n".join(lines)
+    assert "150/150 ±0.0%" in text and "300/300 (2.00x)" in text and "one at a time / in a queue of" in text
+
+
+def test_which_clock_times_a_case_on_a_gpu(monkeypatch):
+    waits = []
+    stream = types.SimpleNamespace(synchronize=lambda: waits.append(0))
+    fake = types.SimpleNamespace(cuda=types.SimpleNamespace(get_current_stream=lambda: stream))
+    monkeypatch.setattr(jit, "import_cupy", lambda: fake)
+    monkeypatch.setattr(run.record, "monitor", lambda index: None)
+    bench = run.Bench(["cuflash"], device_id=0, quick=True, min_seconds=1e-6, say=lambda line: None)
+    assert isinstance(bench._timer(tiny()), timing.CudaTimer) and bench._timer(tiny()).cold
+    graph = bench._timer(tiny(graph=True))
+    assert graph.calls_a_run == run.CALLS_A_GRAPH and not graph.cold
+    case = cases.packed("varlen", "float32", (3, 5), 2, 16, wall=True)
+    wall = bench._timer(case)
+    assert isinstance(wall, timing.WallTimer) and wall.calls_a_run == 1
+    wall.block(lambda: None, 2)
+    assert len(waits) == 3 and bench._timed_as(len, case) == ("calls, the host's time included, L2 warm", len)
+    one, calls = {"results": {"cuflash": {"median_s": 1e-4}, "fa3": {"failed": "why"}}}, []
+    bench._queue({"cuflash": lambda: calls.append(0), "fa3": None}, one, {"min_runs": 2, "min_seconds": 0, "rounds": 1})
+    assert one["results"]["cuflash"]["queued"]["median_s"] > 0 and "queued" not in one["results"]["fa3"]
+    assert len(calls) % run.CALLS_A_QUEUE == 0
+
+
+def test_suites_on_the_cpu_as_they_are(tmp_path):
+    bench, lines = bench_of(["cuflash", "unfused", "cuflash-deterministic", "cuflash-dense"], quick=True, min_seconds=0.004)
+    table = [
+        *cases.table(dtype="float32", head_dims=[16], seqlens=[32], tokens=64, hidden=32, backward=True),
+        *cases.table(dtype="float32", head_dims=[16], seqlens=[32], tokens=64, hidden=32, varlen=True),
+        *cases.table(dtype="float32", head_dims=[16], seqlens=[32], tokens=64, hidden=32, varlen=True, backward=True),
+    ]
+    result = bench.run(table, suite="table", path=str(tmp_path / "r.json"))
+    assert result["complete"] and len(result["cases"]) == 6
+    for case, one in zip(table, result["cases"], strict=True):
+        measured = {name for name, entry in one["results"].items() if "median_s" in entry}
+        assert measured == {"cuflash", "unfused"} | ({"cuflash-deterministic"} if case.backward else set()) | (
+            {"cuflash-dense"} if case.lengths else set()
+        )
+        assert all(entry.get("max_error", 0) < 1e-4 for entry in one["results"].values())
+
+
 def test_a_run_can_be_cut_short_and_keeps_what_it_has(contenders, tmp_path):
     bench, lines = bench_of(["cuflash"], FakeTimerForever(), limit_seconds=0)
     result = bench.run([tiny(), tiny(causal=True)], suite="test", path=str(tmp_path / "r.json"))
@@ -545,12 +1031,22 @@ def test_what_cuflash_compiles_is_known_ahead(monkeypatch):
     run.compile_ahead(table, ["cuflash", "unfused"], 0, jobs=3)
     variants = [variant for work in started for variant in work]
     assert len(started) == 3 and len(variants) == 4 and {variant[0] for variant in variants} == {"fwd_sm80"}
-    chosen = run.config_of(table[0], None, 0)
+    _, chosen = run.choice_of(table[0], "cuflash", 0)
     assert [
         chosen.kernel,
         [list(pair) for pair in launch.kernel_constants(chosen).items()],
         "sm_90",
     ] in variants
+    # What surrounds the kernel is compiled too, and the forward that comes first.
+    started.clear()
+    (case,) = cases.suite("backward", head_dims=[64], seqlens=[2048], causal=True)
+    run.compile_ahead([case, cases.packed("test", "bfloat16", (5, 6), 2, 64)], ["cuflash", "cuflash-deterministic"], 0)
+    kernels = sorted({variant[0] for work in started for variant in work})
+    assert kernels == ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80", "varlen_tiles"]
+    deterministic = {
+        dict(run.choice_of(case, name, 0)[1].constants)["DETERMINISTIC"] for name in ("cuflash", "cuflash-deterministic")
+    }
+    assert deterministic == {0, 1}
     assert not run.compile_ahead(
         table[:1], ["cuflash"], 0
     )  # one variant compiles just as well when it is called
@@ -569,16 +1065,64 @@ def test_expected_memory_is_the_outputs():
     assert memory.expected_bytes(tiny(seqlen_q=1), True) == 512 + 512  # whole units of the pool
 
 
+def test_expected_memory_of_a_backward_is_gradients_and_scratch():
+    case = tiny(
+        dtype="bfloat16", seqlen_q=4096, seqlen_k=8192, heads_q=2, heads_k=1, head_dim=40, head_dim_v=64, backward=True
+    )
+    rows = 4096 * 2
+    gradients = 2 * (rows * 40 + 8192 * 40 + 8192 * 64)
+    assert memory.expected_backward_bytes(case, None) == gradients + 4 * rows * 64 + 8 * rows
+    turns = 4 * (1 + 2 * 4096 // 64)
+    assert memory.expected_backward_bytes(case, 64) == gradients + 4 * rows * 64 + 8 * rows + -(-turns // 512) * 512
+    double = tiny(dtype="float64", seqlen_q=64, seqlen_k=64, heads_q=1, heads_k=1, backward=True)
+    assert memory.expected_backward_bytes(double, None) == 3 * 8 * 64 * 16 + 8 * 64 * 32 + 16 * 64
+
+
+def test_the_memory_of_a_backward_is_checked_against_its_formula(monkeypatch):
+    chosen = types.SimpleNamespace(block_m=32)
+    monkeypatch.setattr(memory, "choice_of", lambda case, name, device_id: (None, chosen))
+    monkeypatch.setattr(memory, "device_growth", lambda call: 0)
+    monkeypatch.setattr(memory.peers, "make", lambda name, case, arrays: lambda: name)
+    grown = {"cuflash": 512 * 100, "cuflash-deterministic": 10}
+    monkeypatch.setattr(memory, "pool_growth", lambda call: grown[call()])
+    case, lines = tiny(backward=True), []
+    rows = [memory._checked(case, None, 0, variant, lines.append) for variant in (False, True)]
+    assert [row["ok"] for row in rows] == [False, True] and rows[0]["deterministic"] is False
+    assert "OVER" in lines[0] and lines[1].endswith("ok") and ", deterministic: the pool grows" in lines[1]
+
+
 def test_memory_on_the_cpu(tmp_path):
     path = tmp_path / "memory.json"
     done = CliRunner().invoke(memory.main, ["--device", "cpu", "--seqlen", "64", "--json", str(path)])
     assert done.exit_code == 0, done.output
-    rows = json.loads(path.read_text())["table"]
-    assert [row["case"].split()[-1] for row in rows] == ["full", "causal"]
-    for row in rows:
-        scores = 8 * 64 * 64 * 4
-        assert row["results"]["unfused"]["peak_bytes"] > scores and row["results"]["cuflash"]["median_s"] > 0
-    assert done.output.count("x") >= 4
+    written = json.loads(path.read_text())
+    for key, kept in (("table", 1), ("backward_table", 2)):  # score matrices that are there at once
+        rows = written[key]
+        assert ["causal" in row["case"] for row in rows] == [False, True]
+        for row in rows:
+            scores = 8 * 64 * 64 * 4
+            assert row["results"]["unfused"]["peak_bytes"] > kept * scores and row["results"]["cuflash"]["median_s"] > 0
+            assert row["backward"] == (kept == 2) and row["speed_over_unfused"] > 0
+    assert done.output.count("x") >= 8 and "memory of forward and backward" in done.output
+    printed = CliRunner().invoke(table.main, [str(path)]).output
+    assert printed.count("| 64 causal |") == 2 and "kernels " in printed
+
+
+def test_tables_of_records(contenders, tmp_path):
+    bench, _ = bench_of(["cuflash", "good", "refuses"], NamedTimer(1e-3, 2e-3, 1e-3, 2e-3))
+    path = tmp_path / "r.json"
+    bench.run([tiny(), tiny(causal=True)], suite="test", path=str(path))
+    lines = CliRunner().invoke(table.main, [str(path), "--causal"]).output.splitlines()
+    assert lines[2:4] == ["| case | cuflash | good |", "| --- | --- | --- |"]
+    assert lines[4].startswith("| d16 s24 b1 h2 causal | 0.0 | 0.0 (2.00x) |") and lines[5] == ""
+    assert CliRunner().invoke(table.main, [str(path), "--seqlen", "25"]).output.count("|") == 6
+    wall = {"median_s": 1.5e-4, "queued": {"median_s": 1e-4}}
+    one = {"name": "short", "results": {"cuflash": wall, "fa3": wall}, "speed_over": {"fa3": {"ratio": 1.0}}}
+    text = table.markdown({"kind": "bench", "contenders": ["cuflash", "fa3"], "cases": [one]})
+    assert text[0] == "| case | cuflash | FA3 |" and text[2] == "| short | 0.150 / 0.100 | 0.150 / 0.100 (1.00x) |"
+    path.write_text(json.dumps({"kind": "overhead"}))
+    done = CliRunner().invoke(table.main, [str(path)])
+    assert done.exit_code == 1 and "a record of kind overhead has no table" in done.output
 
 
 def test_traced_memory_sees_what_numpy_takes():
@@ -599,6 +1143,7 @@ def test_lines_of_overhead():
     figures = {"median_us": 30.0, "p10_us": 29.0, "p90_us": 31.0}
     assert "OVER: at most 25 asked" in overhead._line("attention, cupy", figures)
     assert "asked" not in overhead._line("cupy.empty", figures)
+    assert "asked" not in overhead._line("attention_backward, cupy", figures)
     assert "FAILED: why" in overhead._line("attention, cupy", {"failed": "why"})
     call = {"call_s": 0.04, "host_s": 0.0, "compiles": 0}
     entry = {
@@ -612,6 +1157,22 @@ def test_lines_of_overhead():
     assert "ok: at most 50 ms asked" in overhead._first_line(entry)
     entry["first"] = {**call, "compiles": 1, "call_s": 6.0}
     assert "OVER: at most 5 s asked" in overhead._first_line(entry)
+
+
+def test_the_host_cost_of_every_function_is_measured(numpy_as_cupy, monkeypatch):
+    numpy_as_cupy.float16 = np.float16
+    names = overhead.subjects(None)
+    for function in ("attention", "attention_backward", "attention_varlen", "attention_varlen_backward"):
+        assert f"{function}, cupy" in names
+    made = []
+    monkeypatch.setattr(overhead, "make_arrays", lambda case, framework: (framework, case.name))
+    monkeypatch.setattr(overhead.peers, "make", lambda name, case, arrays: made.append((name, case.backward, *arrays)))
+    names["attention_backward, cupy, deterministic"]()
+    names["attention_varlen, cupy"]()
+    assert made == [
+        ("cuflash-deterministic", True, "cupy", "d64 s64 b1 h8 full bwd"),
+        ("cuflash", False, "cupy", "d64 s<=33 b4 t64 h8 full"),
+    ]
 
 
 def test_a_child_that_fails_gives_its_reason(monkeypatch, tmp_path):
@@ -673,7 +1234,7 @@ def test_help(program):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--suite", "backward"], "'backward' is not one of 'forward'"),
+        (["--suite", "sideways"], "'sideways' is not one of 'forward'"),
         (
             ["--suite", "float32", "--dtype", "float16"],
             "dtype of suite float32 must be one of float32; got 'float16'",
@@ -705,6 +1266,9 @@ def test_names_of_contenders():
     assert run.parse_names("fa4, sdpa_math") == ["fa4", "sdpa_math"] and "unfused" in run.parse_names("all")
     with pytest.raises(click.BadParameter, match="'x' is not one of"):
         run.parse_names("x")
+    assert run.contenders(None, None, ("cuflash-dense", "fa3")) == ["cuflash", "cuflash-dense", "fa3"]
+    assert run.contenders("simt", None, ("cuflash-dense", "fa3")) == ["cuflash/simt", "cuflash-dense/simt", "fa3"]
+    assert peers.tier_of("cuflash-dense/simt") == "simt" and peers.tier_of("cuflash") is None
     assert all(set(names) <= set(peers.CONTENDERS) for names in peers.USUAL.values()) and set(
         peers.USUAL
     ) == set(cases.SUITES)
@@ -719,6 +1283,14 @@ def test_cuflash_bench_on_the_cpu(tmp_path):
     assert done.exit_code == 0, done.output
     assert done.output.startswith("no GPU used") and "d16 s32 b2 h2 causal" in done.output
     assert len(json.loads(path.read_text())["cases"]) == 2
+
+
+@pytest.mark.parametrize("option, name", [("--backward", "d16 s32 b2 h2 full bwd"), ("--varlen", " t64 h2 full")])
+def test_cuflash_bench_of_gradients_and_packed_sequences(option, name):
+    done = CliRunner().invoke(command.bench, ["--device", "cpu", *SMALL_TABLE, "--full", option, "--json", "-"])
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.stdout)["cases"]
+    assert name in one["name"] and one["best_peer"] == "unfused"
 
 
 def test_the_record_alone_on_standard_output():

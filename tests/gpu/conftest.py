@@ -21,3 +21,28 @@ def pytest_configure(config):
 def backend(request):
     """The CPU path or a forced tier, by name."""
     return backend_named(request.param)
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch", reason="no PyTorch")
+
+
+@pytest.fixture(scope="module")
+def cuda(torch):
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no CUDA GPU")
+    return torch
+
+
+@pytest.fixture(scope="module")
+def jax():
+    return pytest.importorskip("jax", reason="no JAX")
+
+
+@pytest.fixture(scope="module")
+def jax_gpu(jax):
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError:
+        pytest.skip("JAX finds no CUDA GPU")

@@ -3,81 +3,167 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-Exits with 1 if a result is wrong. `--only simt` runs one tier.
+Exits with 1 if a result is wrong. `--only simt` runs one tier, `--part backward` (forward, varlen) one part.
 """
 
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
+import click  # noqa: E402
 import numpy as np  # noqa: E402
-from support import DTYPES, TAKES, backend_named, inputs  # noqa: E402
+from support import DTYPES, TAKES, Lengths, dlse_of, dout_of, inputs, packed_inputs  # noqa: E402
 
 import cuflash  # noqa: E402
 from cuflash import config, oracle  # noqa: E402
 
 SMALL = dict(batch=1, seqlen_q=70, seqlen_k=130, heads_q=2, heads_k=1)
 NARROW = dict(batch=1, seqlen_q=17, seqlen_k=33, heads_q=2, heads_k=2)
+HEADS = dict(heads_q=2, heads_k=1)
 
-# (sizes, options, bytes that q, k, v and out are moved by, whether V holds what is not finite)
-RUNS = {
-    "plain": (SMALL, {}, 0, False),
-    "causal": (SMALL, dict(causal=True), 0, False),
-    "window, softcap": (SMALL, dict(window=(20, 9), softcap=2.0), 0, False),
-    "not finite under a mask": (SMALL, dict(window=(20, 9)), 0, True),
-    "scale below 0, odd head dims": (
-        NARROW | dict(head_dim=33, head_dim_v=20),
-        dict(softmax_scale=-0.1, causal=True),
-        0,
-        False,
+
+class Run(NamedTuple):
+    sizes: dict
+    options: dict
+    offset: int = 0  # bytes that all arrays are moved by
+    not_finite: bool = False  # whether V holds such values
+    lengths: Lengths | None = None
+    wrong: bool = False  # lengths that lie: the result means nothing
+    deterministic: bool = False
+
+
+FORWARD = {
+    "plain": Run(SMALL, {}),
+    "causal": Run(SMALL, dict(causal=True)),
+    "window, softcap": Run(SMALL, dict(window=(20, 9), softcap=2.0)),
+    "not finite under a mask": Run(SMALL, dict(window=(20, 9)), not_finite=True),
+    "scale below 0, odd head dims": Run(
+        NARROW | dict(head_dim=33, head_dim_v=20), dict(softmax_scale=-0.1, causal=True)
     ),
-    "misaligned": (NARROW | dict(head_dim=64), dict(causal=True), 4, False),
-    "wide": (NARROW | dict(head_dim=256, head_dim_v=192), dict(causal=True), 0, False),
-    "several warps to a row": (SMALL | dict(head_dim=128, seqlen_k=300), dict(causal=True), 0, False),
-    "no keys": (NARROW | dict(seqlen_k=0), {}, 0, False),
+    "misaligned": Run(NARROW | dict(head_dim=64), dict(causal=True), offset=4),
+    "wide": Run(NARROW | dict(head_dim=256, head_dim_v=192), dict(causal=True)),
+    "several warps to a row": Run(SMALL | dict(head_dim=128, seqlen_k=300), dict(causal=True)),
+    "no keys": Run(NARROW | dict(seqlen_k=0), {}),
 }
+BACKWARD = {
+    "plain": Run(SMALL, {}),
+    "causal": Run(SMALL, dict(causal=True)),
+    "causal, deterministic": Run(SMALL | dict(seqlen_q=150), dict(causal=True), deterministic=True),
+    "rows that see nothing": Run(SMALL | dict(seqlen_q=150, seqlen_k=40), dict(causal=True)),
+    "window, softcap": Run(SMALL, dict(window=(20, 9), softcap=2.0)),
+    "not finite under a mask": Run(SMALL, dict(window=(20, 9)), not_finite=True),
+    "scale below 0, odd head dims": Run(
+        NARROW | dict(head_dim=33, head_dim_v=20), dict(softmax_scale=-0.1, causal=True)
+    ),
+    "misaligned": Run(NARROW | dict(head_dim=64), dict(causal=True), offset=4),
+    "wide": Run(NARROW | dict(head_dim=256, head_dim_v=192), dict(causal=True)),
+    "head_dim 128": Run(SMALL | dict(head_dim=128), dict(causal=True)),
+    "no keys": Run(NARROW | dict(seqlen_k=0), {}),
+    "no queries": Run(NARROW | dict(seqlen_q=0), {}),
+}
+PACKED = Lengths((0, 70, 1, 0, 33), (3, 65, 40, 0, 33), spare_q=5, spare_k=9)
+VARLEN = {
+    "causal": Run(HEADS, dict(causal=True), lengths=PACKED),
+    "deterministic": Run(HEADS, dict(causal=True), lengths=PACKED, deterministic=True),
+    "plain": Run(HEADS, {}, lengths=PACKED),
+    "used rows, int64": Run(
+        HEADS,
+        dict(window=(20, 9)),
+        lengths=Lengths((70, 40), (130, 20), (65, 0), (129, 20), dtype="int64"),
+    ),
+    "many sequences": Run(HEADS, dict(causal=True), lengths=Lengths((1,) * 1100)),
+    "no tokens": Run(HEADS, {}, lengths=Lengths((0, 0))),
+    "lengths that lie": Run(HEADS, dict(causal=True), lengths=PACKED, wrong=True),
+    "wide": Run(HEADS | dict(head_dim=256), dict(causal=True), lengths=Lengths((17, 3), (33, 2))),
+}
+PARTS = {"forward": FORWARD, "backward": BACKWARD, "varlen": VARLEN}
 # All of them for one dtype of a kernel, since each is compiled; these for the others.
 EVERY_DTYPE = ("causal", "not finite under a mask")
 THOROUGH = {"simt": "float32", "sm80": "bfloat16"}
 
 
-def exact(cupy, values, offset):
-    """A contiguous array whose last byte is the last one of its allocation."""
+def exact(values, offset=0):
+    """A contiguous array on the GPU whose last byte is the last one of its allocation."""
+    import cupy
+
+    values = np.ascontiguousarray(values)
     memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(values.nbytes + offset), 0)
     if values.nbytes:
         (memory + offset).copy_from_host(values.ctypes.data, values.nbytes)
     return cupy.ndarray(values.shape, values.dtype, memptr=memory + offset)
 
 
-def main() -> int:
+def faults_of(run: Run, dtype: str, with_backward: bool) -> str:
+    """What is wrong with a forward, and with the backward after it; "" if nothing is."""
+    lengths = run.lengths
+    q, k, v = inputs(dtype, **run.sizes) if lengths is None else packed_inputs(dtype, lengths, **run.sizes)
+    if run.not_finite:
+        v[0, 40, 0, 3], v[0, 100, 0, 60] = np.nan, np.inf
+    ends, used = ((), {}) if lengths is None else lengths.arrays()
+    if run.wrong:
+        ends = tuple(np.array(x[::-1] * 3 - 7, x.dtype) for x in ends)
+    on_gpu = [exact(x, run.offset) for x in (q, k, v)]
+    lengths_on_gpu = [exact(x) for x in ends]
+    named = {name: exact(x) for name, x in used.items()}
+    out = exact(np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), run.offset)
+    forward = cuflash.attention if lengths is None else cuflash.attention_varlen
+    _, lse = forward(*on_gpu, *lengths_on_gpu, out=out, return_lse=True, **named, **run.options)
+    judged = [] if run.wrong else [
+        (oracle.judge if lengths is None else oracle.judge_varlen)(
+            out.get(), lse.get(), q, k, v, *ends, **used, **run.options
+        )
+    ]
+    if with_backward:
+        dout, dlse = dout_of(q, v), dlse_of(q)
+        results = [exact(np.zeros_like(x), run.offset) for x in (q, k, v)]
+        backward = cuflash.attention_backward if lengths is None else cuflash.attention_varlen_backward
+        backward(
+            exact(dout, run.offset),
+            *on_gpu,
+            out,
+            lse,
+            *lengths_on_gpu,
+            dlse=exact(dlse),
+            deterministic=run.deterministic,
+            **dict(zip(("dq", "dk", "dv"), results, strict=True)),
+            **named,
+            **run.options,
+        )
+        gradients = [x.get() for x in results]
+        judge = oracle.judge_backward if lengths is None else oracle.judge_varlen_backward
+        if not run.wrong:
+            judged.append(judge(*gradients, dout, q, k, v, *ends, dlse=dlse, **used, **run.options))
+    return "; ".join(judgement.why for judgement in judged if not judgement.ok)
+
+
+@click.command()
+@click.option("--only", "tiers", multiple=True, default=list(THOROUGH), type=click.Choice(list(THOROUGH)))
+@click.option("--part", "parts", multiple=True, default=list(PARTS), type=click.Choice(list(PARTS)))
+def main(tiers, parts):
     import cupy
 
-    cupy.cuda.set_allocator(None)  # no pool: each result is an allocation of its own size
-    tiers = [sys.argv[2]] if sys.argv[1:2] == ["--only"] else ["simt", "sm80"]
+    cupy.cuda.set_allocator(None)  # no pool: each result, and scratch, is an allocation of its own size
     wrong = count = 0
     for tier in tiers:
-        backend = backend_named(tier)
-        for dtype in TAKES[tier]:
-            for name, (sizes, options, offset, poisoned) in RUNS.items():
-                if offset % DTYPES[dtype].itemsize or dtype != THOROUGH[tier] and name not in EVERY_DTYPE:
-                    continue
-                q, k, v = inputs(dtype, **sizes)
-                if poisoned:
-                    v[0, 40, 0, 3], v[0, 100, 0, 60] = np.nan, np.inf
-                out = exact(cupy, np.zeros((*q.shape[:3], v.shape[3]), q.dtype), offset)
-                arrays = [exact(cupy, np.ascontiguousarray(x), offset) for x in (q, k, v)]
-                with config.force_tier(tier):
-                    _, lse = cuflash.attention(*arrays, out=out, return_lse=True, **options)
-                judgement = oracle.judge(backend.download(out), backend.download(lse), q, k, v, **options)
-                count += 1
-                if not judgement.ok:
-                    wrong += 1
-                    print(f"{tier} {dtype} {name}: {judgement.why}")
+        for part in parts:
+            for dtype in TAKES[tier]:
+                for name, run in PARTS[part].items():
+                    if run.offset % DTYPES[dtype].itemsize:
+                        continue
+                    if dtype != THOROUGH[tier] and name not in EVERY_DTYPE:
+                        continue
+                    with config.force_tier(tier):
+                        faults = faults_of(run, dtype, part != "forward")
+                    count += 1
+                    if faults:
+                        wrong += 1
+                        print(f"{tier} {dtype} {part}, {name}: {faults}")
     cupy.cuda.Device().synchronize()
     print(f"{count} runs, {wrong} wrong")
-    return 1 if wrong or not count else 0
+    sys.exit(1 if wrong or not count else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

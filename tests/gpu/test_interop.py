@@ -21,31 +21,6 @@ CPU = [pytest.param("cpu", dtype, id=f"cpu-{dtype}") for dtype in DTYPES]
 on_cuda = pytest.mark.gpu
 
 
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch", reason="no PyTorch")
-
-
-@pytest.fixture(scope="module")
-def cuda(torch):
-    if not torch.cuda.is_available():
-        pytest.skip("PyTorch finds no CUDA GPU")
-    return torch
-
-
-@pytest.fixture(scope="module")
-def jax():
-    return pytest.importorskip("jax", reason="no JAX")
-
-
-@pytest.fixture(scope="module")
-def jax_gpu(jax):
-    try:
-        return jax.devices("gpu")[0]
-    except RuntimeError:
-        pytest.skip("JAX finds no CUDA GPU")
-
-
 def forced(tier):
     return config.force_tier(None if tier == "cpu" else tier)
 

@@ -38,18 +38,22 @@ def compute_sanitizer() -> str | None:
     return None
 
 
-def test_the_runs_are_right_without_it():
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("part", ["forward", "backward", "varlen"])
+def test_the_runs_are_right_without_it(part):
+    command = [sys.executable, str(SCRIPT), "--part", part]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith(" runs, 0 wrong"), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("part", ["forward", "backward", "varlen"])
 @pytest.mark.parametrize("tier", ["simt", "sm80"])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer(tool, tier):
+def test_compute_sanitizer(tool, tier, part):
     program = compute_sanitizer()
     if program is None:
         pytest.skip("no compute-sanitizer on PATH, in /usr/local/cuda* or in a Python package")
-    command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, str(SCRIPT), "--only", tier]
+    command = [program, "--tool", tool, "--error-exitcode", "1", sys.executable, str(SCRIPT)]
+    command += ["--only", tier, "--part", part]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     report = (done.stdout + done.stderr)[-6000:]
     assert done.returncode == 0 and " runs, 0 wrong" in done.stdout, report
