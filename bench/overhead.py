@@ -9,6 +9,7 @@ full one; what the import of CuPy and the CUDA context take is not counted.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,7 +25,7 @@ import click
 import cuflash
 
 from . import peers, record
-from .cases import Case, make_arrays
+from .cases import Case, make_arrays, packed
 from .run import DeviceType, device_or_fail
 from .timing import shared_stream
 
@@ -32,6 +34,7 @@ from .timing import shared_stream
 TARGET_CALL_US, TARGET_FIRST_S, TARGET_WARM_MS = 25.0, 5.0, 50.0
 
 TINY = Case("overhead", "bfloat16", 1, 64, 64, 8, 8, 64, 64)
+TINY_PACKED = packed("overhead", "bfloat16", (16, 0, 33, 15), 8, 64)
 
 
 def host_time(call, calls: int, synchronise) -> dict:
@@ -70,6 +73,10 @@ def subjects(torch) -> dict:
         out = make_arrays(TINY, framework).q
         return lambda: attention(arrays.q, arrays.k, arrays.v, out=out)
 
+    def contender(name, case, framework, **changes):
+        case = replace(case, **changes)
+        return peers.make(name, case, make_arrays(case, framework))
+
     def numpy_call():
         arrays = make_arrays(TINY, "numpy")
         return lambda: attention(arrays.q, arrays.k, arrays.v)
@@ -91,7 +98,13 @@ def subjects(torch) -> dict:
             f"attention, {framework}, return_lse": lambda f=framework: with_options(f, return_lse=True),
             f"attention, {framework}, out=": lambda f=framework: into_out(f),
             f"attention, {framework}, window": lambda f=framework: with_options(f, window=(32, 0)),
+            f"attention_varlen, {framework}": lambda f=framework: contender("cuflash", TINY_PACKED, f),
         }
+        for name, case in (("attention_backward", TINY), ("attention_varlen_backward", TINY_PACKED)):
+            for variant, end in (("cuflash", ""), ("cuflash-deterministic", ", deterministic")):
+                found[f"{name}, {framework}{end}"] = functools.partial(
+                    contender, variant, case, framework, backward=True
+                )
     found |= {
         "RawKernel launch": raw_kernel,
         "cupy.empty": cupy_empty,
@@ -111,11 +124,14 @@ def subjects(torch) -> dict:
         shape, dtype, device = q.shape, q.dtype, q.device
         return lambda: torch.empty(shape, dtype=dtype, device=device)
 
-    def fa3():
-        arrays = make_arrays(TINY, "torch")
-        return peers.make("fa3", TINY, arrays)
-
-    return found | {"torch SDPA flash": sdpa, "torch.empty": torch_empty, "FA3, torch": fa3}
+    return found | {
+        "torch SDPA flash": sdpa,
+        "torch flash backward, operator": lambda: contender("sdpa_flash", TINY, "torch", backward=True),
+        "torch flash varlen, operator": lambda: contender("sdpa_flash", TINY_PACKED, "torch"),
+        "torch.empty": torch_empty,
+        "FA3, torch": lambda: contender("fa3", TINY, "torch"),
+        "FA3 varlen, torch": lambda: contender("fa3", TINY_PACKED, "torch"),
+    }
 
 
 def repeated_calls(device_id: int, calls: int, say) -> dict:
@@ -155,13 +171,13 @@ def _torch():
 
 def _line(name: str, result: dict) -> str:
     if "median_us" not in result:
-        return f"{name:36} {result.get('unavailable') or 'FAILED: ' + result['failed']}"
+        return f"{name:44} {result.get('unavailable') or 'FAILED: ' + result['failed']}"
     verdict = ""
-    if name.startswith("attention") and "numpy" not in name:
+    if name.startswith("attention,") and "numpy" not in name:  # of the others nothing is asked
         ok = result["median_us"] <= TARGET_CALL_US
         verdict = f"   {'ok' if ok else 'OVER'}: at most {TARGET_CALL_US:.0f} asked"
     return (
-        f"{name:36} {result['median_us']:8.2f} us   (10% {result['p10_us']:.2f}, 90% {result['p90_us']:.2f})"
+        f"{name:44} {result['median_us']:8.2f} us   (10% {result['p10_us']:.2f}, 90% {result['p90_us']:.2f})"
         f"{verdict}"
     )
 

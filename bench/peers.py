@@ -1,8 +1,9 @@
 """Every contender behind one signature: ``make(case, arrays) -> callable``, called once a run.
 
-It returns the output, (batch, seqlen_q, heads_q, head_dim_v), in whatever memory the contender takes for it.
-Making views, masks and plans is done outside. ``Unavailable`` says why a contender does not take part: it is
-not installed, or has no such case.
+It returns out (batch, seqlen_q, heads_q, head_dim_v), or dq, dk and dv of a backward, or those of packed sequences
+(total, heads, head_dim), in whatever memory the contender takes for it. Making views, masks and plans, and the forward
+that a backward needs, is done outside. ``Unavailable`` says why a contender does not take part: it is not installed,
+or has no such case.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -62,18 +64,33 @@ def _require_half(case: Case) -> None:
 # cuflash
 
 
-def _cuflash(case: Case, arrays: Arrays, tier: str | None = None) -> Callable:
-    q, k, v, options = arrays.q, arrays.k, arrays.v, case.options
-    attention = cuflash.attention
+def _cuflash(case: Case, arrays: Arrays, tier: str | None = None, deterministic: bool = False) -> Callable:
     if tier is None:
-        return lambda: attention(q, k, v, **options)
+        return _cuflash_call(case, arrays, deterministic)
     _require(arrays.framework != "numpy", "tiers are for GPUs")
+    with config.force_tier(tier):
+        call = _cuflash_call(case, arrays, deterministic)
 
     def forced():
         with config.force_tier(tier):
-            return attention(q, k, v, **options)
+            return call()
 
     return forced
+
+
+def _cuflash_call(case, arrays, deterministic):
+    q, k, v, options = arrays.q, arrays.k, arrays.v, case.options
+    starts = (arrays.starts, arrays.starts) if case.lengths else ()  # no max_seqlen: the host need not know it
+    forward = cuflash.attention_varlen if case.lengths else cuflash.attention
+    if not case.backward:
+        _require(not deterministic, "every forward is deterministic")
+        return lambda: forward(q, k, v, *starts, **options)
+    out, lse = forward(q, k, v, *starts, return_lse=True, **options)
+    backward = cuflash.attention_varlen_backward if case.lengths else cuflash.attention_backward
+    if deterministic:
+        options = options | {"deterministic": True}
+    dout = arrays.dout
+    return lambda: backward(dout, q, k, v, out, lse, *starts, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -82,40 +99,78 @@ def _cuflash(case: Case, arrays: Arrays, tier: str | None = None) -> Callable:
 
 def _unfused(case: Case, arrays: Arrays) -> Callable:
     if arrays.framework == "numpy":
-        return _unfused_numpy(case, arrays)
-    from cuflash.jit import import_cupy
+        return _unfused_numpy_backward(case, arrays) if case.backward else _unfused_numpy(case, arrays)
+    unfused = Unfused(case, arrays)
+    if not case.backward:
+        return unfused.forward
+    unfused.forward()
+    return unfused.backward
 
-    cupy = import_cupy()
-    _require_memory(case, 2.2)  # the scores, and a temporary in softmax
-    try:
-        from cupy_backends.cuda.libs import cublas
-    except Exception:  # CuPy names the library and where it looked, at length
-        raise Unavailable("CuPy has no cuBLAS here") from None
-    q, k, v = (as_cupy(x) for x in (arrays.q, arrays.k, arrays.v))
-    hidden = None
-    if case.causal or case.window is not None:
-        hidden = _hidden_bias(cupy, case, q.dtype)
-    out_shape = (case.batch, case.seqlen_q, case.heads_q, case.head_dim_v)
-    torch = _module("torch") if arrays.framework == "torch" else None
-    product = functools.partial(_batched_product, cupy, cublas, case)
-    scale = case.head_dim**-0.5
 
-    def attend():
-        scores = cupy.empty((case.batch, case.heads_q, case.seqlen_q, case.seqlen_k), q.dtype)
-        product(q, k, scores, alpha=scale, to_scores=True)
-        if hidden is not None:
-            scores += hidden
+class Unfused:
+    """On a GPU: ``forward`` returns out and leaves the probabilities in memory, ``backward`` takes them from there."""
+
+    def __init__(self, case: Case, arrays: Arrays):
+        from cuflash.jit import import_cupy
+
+        _require(not case.lengths, "takes no packed sequences")
+        _require(not case.backward or case.heads_q == case.heads_k, "its backward has no grouped heads")
+        self.cupy = import_cupy()
+        _require_memory(case, 3.2 if case.backward else 2.2)  # the scores, their gradient, and a temporary in softmax
+        try:
+            from cupy_backends.cuda.libs import cublas
+        except Exception:  # CuPy names the library and where it looked, at length
+            raise Unavailable("CuPy has no cuBLAS here") from None
+        self.case, self.arrays, self.scale = case, arrays, case.head_dim**-0.5
+        self.q, self.k, self.v = (as_cupy(x) for x in (arrays.q, arrays.k, arrays.v))
+        self.dout = as_cupy(arrays.dout) if case.backward else None
+        self.hidden = None
+        if case.causal or case.window is not None:
+            self.hidden = _hidden_bias(self.cupy, case, self.q.dtype)
+        self.product = functools.partial(_batched_product, self.cupy, cublas, case)
+        self.probabilities = self.out = None
+
+    def forward(self):
+        scores = self._scores()
+        self.product("scores", self.q, self.k, scores, alpha=self.scale)
+        if self.hidden is not None:
+            scores += self.hidden
         scores -= scores.max(axis=-1, keepdims=True)
-        cupy.exp(scores, out=scores)
+        self.cupy.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        if torch is None:
-            out = cupy.empty(out_shape, q.dtype)
-        else:
-            out = torch.empty(out_shape, dtype=arrays.q.dtype, device=arrays.q.device)
-        product(scores, v, as_cupy(out), alpha=1.0, to_scores=False)
+        out = self._empty(self.case.out_shape)
+        self.product("rows", scores, self.v, as_cupy(out))
+        if self.case.backward:
+            self.probabilities, self.out = scores, as_cupy(out)
         return out
 
-    return attend
+    def backward(self):
+        q, k, v, dout, p = self.q, self.k, self.v, self.dout, self.probabilities
+        ds = self._scores()
+        self.product("scores", dout, v, ds)
+        # rowsum(dout * out), which equals rowsum(dp * p).
+        wide = np.float64 if self.case.dtype == "float64" else np.float32
+        ds -= (dout * self.out).sum(axis=-1, dtype=wide).swapaxes(1, 2)[..., None].astype(ds.dtype)
+        ds *= p
+        dq, dk, dv = (self._empty(shape) for shape in self.case.shapes)
+        self.product("rows", ds, k, as_cupy(dq), alpha=self.scale)
+        self.product("columns", ds, q, as_cupy(dk), alpha=self.scale)
+        self.product("columns", p, dout, as_cupy(dv))
+        return dq, dk, dv
+
+    def free(self):
+        """Give the probabilities back."""
+        self.probabilities = self.out = None
+
+    def _scores(self):
+        case = self.case
+        return self.cupy.empty((case.batch, case.heads_q, case.seqlen_q, case.seqlen_k), self.q.dtype)
+
+    def _empty(self, shape):
+        """An array of the framework of the inputs."""
+        if self.arrays.framework != "torch":
+            return self.cupy.empty(shape, self.q.dtype)
+        return _module("torch").empty(shape, dtype=self.arrays.q.dtype, device=self.arrays.q.device)
 
 
 def as_cupy(x):
@@ -149,15 +204,16 @@ _COMPUTE_32F, _COMPUTE_64F = 68, 70  # cublasComputeType_t
 _DEFAULT_ALGORITHM = -1  # CUBLAS_GEMM_DEFAULT
 
 
-def _batched_product(cupy, cublas, case: Case, a, b, c, *, alpha: float, to_scores: bool) -> None:
-    """c = alpha * a b^T, queries a and keys b into scores c (batch, heads, seqlen_q, seqlen_k); or, not
-    ``to_scores``, c = alpha * a b, scores a and values b into the output c.
+def _batched_product(cupy, cublas, case: Case, kind: str, a, b, c, *, alpha: float = 1.0) -> None:
+    """c = alpha * a b^T ("scores"): rows of queries a and of keys b into scores c (batch, heads, seqlen_q, seqlen_k).
+    c = alpha * a b ("rows"): scores a and rows of keys b into rows of queries c.
+    c = alpha * a^T b ("columns"): scores a and rows of queries b into rows of keys c; no grouped heads.
 
     By cuBLAS itself, on tensor cores and without copies: ``cupy.matmul`` takes float16 to float32 first and
     knows no strided heads. cuBLAS is column-major, and a row-major matrix is its transpose there, so b comes
     first.
     """
-    item, kind = ITEMSIZE[case.dtype], _CUDA_TYPES[case.dtype]
+    item, dtype = ITEMSIZE[case.dtype], _CUDA_TYPES[case.dtype]
     double = case.dtype == "float64"
     factors = np.array([alpha, 0], np.float64 if double else np.float32)
     handle = cupy.cuda.Device().cublas_handle
@@ -166,10 +222,14 @@ def _batched_product(cupy, cublas, case: Case, a, b, c, *, alpha: float, to_scor
         batch, second, third, _ = (stride // item for stride in x.strides)
         return (third, second, batch) if is_scores else (second, third, batch)
 
-    row_a, head_a, batch_a = steps(a, not to_scores)
+    row_a, head_a, batch_a = steps(a, kind != "scores")
     row_b, head_b, batch_b = steps(b, False)
-    row_c, head_c, batch_c = steps(c, to_scores)
-    columns, depth = (case.seqlen_k, case.head_dim) if to_scores else (case.head_dim_v, case.seqlen_k)
+    row_c, head_c, batch_c = steps(c, kind == "scores")
+    columns, rows, depth = {
+        "scores": (case.seqlen_k, case.seqlen_q, a.shape[-1]),
+        "rows": (b.shape[-1], case.seqlen_q, case.seqlen_k),
+        "columns": (b.shape[-1], case.seqlen_k, case.seqlen_q),
+    }[kind]
     # Query heads that share a key head are one batch of products with a step of 0 over that head.
     group = case.heads_q // case.heads_k
     runs = [(0, case.heads_q, head_b)] if group == 1 else [(h * group, group, 0) for h in range(case.heads_k)]
@@ -177,23 +237,23 @@ def _batched_product(cupy, cublas, case: Case, a, b, c, *, alpha: float, to_scor
         for head, count, step_b in runs:
             cublas.gemmStridedBatchedEx(
                 handle,
-                int(to_scores),
-                0,
+                int(kind == "scores"),
+                int(kind == "columns"),
                 columns,
-                case.seqlen_q,
+                rows,
                 depth,
                 factors.ctypes.data,
                 b.data.ptr + item * (batch * batch_b + head // group * head_b),
-                kind,
+                dtype,
                 row_b,
                 step_b,
                 a.data.ptr + item * (batch * batch_a + head * head_a),
-                kind,
+                dtype,
                 row_a,
                 head_a,
                 factors.ctypes.data + factors.itemsize,
                 c.data.ptr + item * (batch * batch_c + head * head_c),
-                kind,
+                dtype,
                 row_c,
                 head_c,
                 count,
@@ -202,28 +262,83 @@ def _batched_product(cupy, cublas, case: Case, a, b, c, *, alpha: float, to_scor
             )
 
 
-def _unfused_numpy(case: Case, arrays: Arrays) -> Callable:
-    wide = np.float64 if case.dtype == "float64" else np.float32  # BLAS knows no other
-    dtype, group = arrays.q.dtype, case.heads_q // case.heads_k
+def _one_by_one(make_one: Callable, case: Case, arrays: Arrays) -> Callable:
+    """Packed sequences through a contender that has none, each as a batch of one."""
+    calls = []
+    for number, (start, stop) in enumerate(itertools.pairwise(case.starts)):
+        if start < stop:
+            rows = (x if x is None else x[None, start:stop] for x in (arrays.q, arrays.k, arrays.v, arrays.dout))
+            calls.append(make_one(case.alone(number), Arrays(arrays.framework, *rows)))
+
+    def all_of_them():
+        results = [call() for call in calls]
+        if not case.backward:
+            return np.concatenate(results, axis=1)[0]
+        return tuple(np.concatenate(parts, axis=1)[0] for parts in zip(*results, strict=True))
+
+    return all_of_them
+
+
+def _probabilities_numpy(case: Case, arrays: Arrays) -> tuple[Callable, Callable]:
+    """(a function that returns the probabilities, one that puts the heads first), in a type that BLAS knows."""
+    wide = np.float64 if case.dtype == "float64" else np.float32
+    group = case.heads_q // case.heads_k
     hidden = _hidden_bias(np, case, wide) if case.causal or case.window is not None else None
     scale = wide(case.head_dim**-0.5)
 
-    def heads_first(x):
-        return x.astype(wide, copy=False).swapaxes(1, 2)
+    def heads_first(x, repeats=1):
+        x = x.astype(wide, copy=False).swapaxes(1, 2)
+        return np.repeat(x, repeats, axis=1) if repeats > 1 else x
 
     def attend():
-        q, k, v = heads_first(arrays.q), heads_first(arrays.k), heads_first(arrays.v)
-        if group > 1:
-            k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+        q, k = heads_first(arrays.q), heads_first(arrays.k, group)
         scores = np.matmul(q * scale, k.swapaxes(-1, -2))
         if hidden is not None:
             scores += hidden
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        return np.ascontiguousarray(np.matmul(scores, v).swapaxes(1, 2)).astype(dtype, copy=False)
+        return scores
+
+    return attend, heads_first
+
+
+def _unfused_numpy(case: Case, arrays: Arrays) -> Callable:
+    if case.lengths:
+        return _one_by_one(_unfused_numpy, case, arrays)
+    probabilities, heads_first = _probabilities_numpy(case, arrays)
+    dtype, group = arrays.q.dtype, case.heads_q // case.heads_k
+
+    def attend():
+        out = np.matmul(probabilities(), heads_first(arrays.v, group))
+        return np.ascontiguousarray(out.swapaxes(1, 2)).astype(dtype, copy=False)
 
     return attend
+
+
+def _unfused_numpy_backward(case: Case, arrays: Arrays) -> Callable:
+    if case.lengths:
+        return _one_by_one(_unfused_numpy_backward, case, arrays)
+    probabilities, heads_first = _probabilities_numpy(case, arrays)
+    p = probabilities()
+    dtype, group, scale = arrays.q.dtype, case.heads_q // case.heads_k, p.dtype.type(case.head_dim**-0.5)
+
+    def rows_first(x, heads):
+        """Back to (batch, seqlen, heads, head_dim), summed over the query heads of a key head."""
+        x = x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(axis=2)
+        return np.ascontiguousarray(x.swapaxes(1, 2)).astype(dtype, copy=False)
+
+    def backward():
+        q, dout = heads_first(arrays.q), heads_first(arrays.dout)
+        k, v = heads_first(arrays.k, group), heads_first(arrays.v, group)
+        ds = np.matmul(dout, v.swapaxes(-1, -2))
+        ds -= np.einsum("bhij,bhij->bhi", p, ds)[..., None]
+        ds *= p
+        ds *= scale
+        dq, dk, dv = np.matmul(ds, k), np.matmul(ds.swapaxes(-1, -2), q), np.matmul(p.swapaxes(-1, -2), dout)
+        return rows_first(dq, case.heads_q), rows_first(dk, case.heads_k), rows_first(dv, case.heads_k)
+
+    return backward
 
 
 def _require_memory(case: Case, scores: float) -> None:
@@ -252,25 +367,86 @@ def _sdpa(backend: str, case: Case, arrays: Arrays) -> Callable:
         _require_half(case)
     if backend == "MATH":
         _require_memory(case, 5)
-    q, k, v = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v))
+    if case.lengths:
+        _require(backend == "FLASH_ATTENTION", "scaled_dot_product_attention takes no packed sequences")
+        return _flash_packed(torch, case, arrays)
+    if case.backward and backend == "FLASH_ATTENTION":
+        return _flash_backward(torch, case, arrays)
+    if case.backward and backend == "CUDNN_ATTENTION":
+        return _cudnn_backward(torch, case, arrays)
     options = {"is_causal": case.causal}
     if case.heads_q != case.heads_k:
         options["enable_gqa"] = True
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def attend():
+    def attend(q, k, v):
         with attention.sdpa_kernel(kind):
-            return sdpa(q, k, v, **options).transpose(1, 2)
+            return sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
 
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # one for each reason against each backend
-            attend()
+            attend(arrays.q, arrays.k, arrays.v)
     except RuntimeError as error:
         if any(text in str(error) for text in ("No available kernel", "No viable backend")):
             raise Unavailable(f"this backend of torch {torch.__version__} does not take the case") from None
         raise
-    return attend
+    if case.backward:
+        return _by_autograd(torch, attend, arrays)
+    q, k, v = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v))
+
+    def forward():
+        with attention.sdpa_kernel(kind):
+            return sdpa(q, k, v, **options).transpose(1, 2)
+
+    return forward
+
+
+def _by_autograd(torch, attend: Callable, arrays: Arrays) -> Callable:
+    """The backward of what ``attend(q, k, v)`` returns, its graph kept."""
+    inputs = [x.detach().requires_grad_() for x in (arrays.q, arrays.k, arrays.v)]
+    out, dout = attend(*inputs), arrays.dout
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+
+def _flash_backward(torch, case: Case, arrays: Arrays) -> Callable:
+    """FlashAttention 2 by the operator that autograd calls, with what its forward saved: its kernels alone, none of
+    autograd's work on the host or on the GPU. All arrays are views of (batch, seqlen, heads, head_dim), its own layout,
+    so that it copies none.
+    """
+    _require(case.head_dim % 8 == case.head_dim_v % 8 == 0, "its operator takes head_dims that are multiples of 8")
+    q, k, v, dout = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v, arrays.dout))
+    aten = torch.ops.aten
+    out, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, case.causal)
+    starts_q, starts_k, longest_q, longest_k, rng, unused = rest[:6]
+    saved = (out, lse, starts_q, starts_k, longest_q, longest_k, 0.0, case.causal, rng, unused)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    return lambda: tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, *saved))
+
+
+def _cudnn_backward(torch, case: Case, arrays: Arrays) -> Callable:
+    """As _flash_backward, of cuDNN."""
+    q, k, v, dout = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v, arrays.dout))
+    aten = torch.ops.aten
+    out, lse, *rest = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, case.causal)
+    starts_q, starts_k, longest_q, longest_k, seed, offset = rest[:6]
+    saved = (out, lse, seed, offset, None, starts_q, starts_k, longest_q, longest_k, 0.0, case.causal)
+    backward = aten._scaled_dot_product_cudnn_attention_backward
+    return lambda: tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, *saved))
+
+
+def _flash_packed(torch, case: Case, arrays: Arrays) -> Callable:
+    """FlashAttention 2 on packed sequences, by the operators under ``torch.nn.attention.varlen``."""
+    _require(case.head_dim % 8 == case.head_dim_v % 8 == 0, "its operator takes head_dims that are multiples of 8")
+    q, k, v, dout = arrays.q, arrays.k, arrays.v, arrays.dout
+    aten, longest = torch.ops.aten, case.seqlen_q
+    batch = (arrays.starts, arrays.starts, longest, longest, 0.0, case.causal)
+    forward = aten._flash_attention_forward
+    if not case.backward:
+        return lambda: forward(q, k, v, *batch, False)[0]
+    out, lse, rng, unused, _ = forward(q, k, v, *batch, False)
+    backward = aten._flash_attention_backward
+    return lambda: backward(dout, q, k, v, out, lse, *batch, rng, unused)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -289,25 +465,38 @@ def _first(result):
 
 
 def _fa3(case: Case, arrays: Arrays) -> Callable:
-    _torch(arrays)
+    torch = _torch(arrays)
     _require_half(case)
     # Two distributions of one thing: the first that is installed, so that it is its error that is reported.
-    module = next(filter(_is_installed, _NEEDS["fa3"]), _NEEDS["fa3"][0])
-    attention = _module(module).flash_attn_func
+    name = next(filter(_is_installed, _NEEDS["fa3"]), _NEEDS["fa3"][0])
+    _require(not case.backward or not name.startswith("fa3_fwd"), f"{name} has no backward")
+    module = _module(name)
     options = {"causal": case.causal}
     if case.window is not None:
         options["window_size"] = _sides(case, -1)
+    attention, batch = module.flash_attn_func, ()
+    if case.lengths:
+        attention, batch = module.flash_attn_varlen_func, (arrays.starts, arrays.starts, case.seqlen_q, case.seqlen_q)
+    if case.backward:
+        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, *batch, **options)), arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
-    return lambda: _first(attention(q, k, v, **options))
+    return lambda: _first(attention(q, k, v, *batch, **options))
 
 
 def _fa4(case: Case, arrays: Arrays) -> Callable:
-    _torch(arrays)
+    torch = _torch(arrays)
     _require_half(case)
-    attention = _module("flash_attn.cute").flash_attn_func
+    module = _module("flash_attn.cute")
     options = {"causal": case.causal}
     if case.window is not None:
         options["window_size"] = _sides(case, None)
+    attention = module.flash_attn_func
+    if case.lengths:
+        attention = module.flash_attn_varlen_func
+        for side in "qk":
+            options |= {f"cu_seqlens_{side}": arrays.starts, f"max_seqlen_{side}": case.seqlen_q}
+    if case.backward:
+        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, **options)), arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
     return lambda: _first(attention(q, k, v, **options))
 
@@ -315,6 +504,7 @@ def _fa4(case: Case, arrays: Arrays) -> Callable:
 def _flashinfer(case: Case, arrays: Arrays) -> Callable:
     torch = _torch(arrays)
     _require_half(case)
+    _require(not case.backward, "it has no backward")
     flashinfer = _module("flashinfer")
     left, right = _sides(case, -1)
     _require(right in (-1, 0), "its window has no right side")
@@ -322,10 +512,12 @@ def _flashinfer(case: Case, arrays: Arrays) -> Callable:
     device = arrays.q.device
     workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD")
-    starts_q, starts_k = (
-        torch.arange(case.batch + 1, dtype=torch.int32, device=device) * seqlen
-        for seqlen in (case.seqlen_q, case.seqlen_k)
-    )
+    starts_q = starts_k = arrays.starts
+    if not case.lengths:
+        starts_q, starts_k = (
+            torch.arange(case.batch + 1, dtype=torch.int32, device=device) * seqlen
+            for seqlen in (case.seqlen_q, case.seqlen_k)
+        )
     wrapper.plan(
         starts_q,
         starts_k,
@@ -338,7 +530,10 @@ def _flashinfer(case: Case, arrays: Arrays) -> Callable:
         q_data_type=arrays.q.dtype,
         kv_data_type=arrays.k.dtype,
     )
-    q, k, v = (x.flatten(0, 1) for x in (arrays.q, arrays.k, arrays.v))
+    q, k, v = arrays.q, arrays.k, arrays.v
+    if case.lengths:
+        return lambda: wrapper.run(q, k, v)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     return lambda: wrapper.run(q, k, v).unflatten(0, (case.batch, case.seqlen_q))
 
 
@@ -346,9 +541,25 @@ def _flashinfer(case: Case, arrays: Arrays) -> Callable:
 # The table
 
 
+def own_name(name: str, tier: str | None) -> str:
+    return f"{name}/{tier}" if tier else name
+
+
+def tier_of(name: str) -> str | None:
+    """Of a contender of cuflash; None: as CUFLASH_TIER says."""
+    return name.partition("/")[2] or None
+
+
+# Of cuflash, each also with a tier behind it, "cuflash-deterministic/simt": the deterministic backward, and what packed
+# sequences are compared with (`problem_of`).
+_OWN = {"cuflash": {}, "cuflash-deterministic": {"deterministic": True}, "cuflash-dense": {}}
+
 CONTENDERS: dict[str, Callable[[Case, Arrays], Callable]] = {
-    "cuflash": _cuflash,
-    **{f"cuflash/{tier}": functools.partial(_cuflash, tier=tier) for tier in config.TIERS},
+    **{
+        own_name(name, tier): functools.partial(_cuflash, tier=tier, **options)
+        for tier in (None, *config.TIERS)
+        for name, options in _OWN.items()
+    },
     "unfused": _unfused,
     "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
@@ -367,6 +578,9 @@ USUAL = {
     "gqa": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4"),
     "window": ("fa3", "fa4", "flashinfer"),
     "small": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "unfused"),
+    # What the targets need: a peer that draws more power in the rotation slows the others down.
+    "backward": ("cuflash-deterministic", "sdpa_flash"),
+    "varlen": ("cuflash-dense", "sdpa_flash", "fa3"),
 }
 
 # The modules of each, any of which will do.
@@ -388,8 +602,17 @@ def make(name: str, case: Case, arrays: Arrays) -> Callable:
     return CONTENDERS[name](case, arrays)
 
 
+def problem_of(name: str, case: Case) -> Case:
+    """The case that a contender computes: another one for that whose rate is the measure. Raises Unavailable."""
+    if not name.startswith("cuflash-dense"):
+        return case
+    _require(bool(case.lengths), "the sequences are not packed")
+    _require(not case.wall, "compares rates, not the host's time")
+    return case.dense
+
+
 def is_cuflash(name: str) -> bool:
-    return name.split("/")[0] == "cuflash"
+    return name.startswith("cuflash")
 
 
 def needs_torch(names) -> bool:

@@ -5,12 +5,14 @@ For example ``python -m bench.run --suite forward --peers sdpa_flash,fa3 --json 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -18,13 +20,15 @@ import click
 import cuflash
 from cuflash import config, jit, launch, problem
 from cuflash.arrays import View
+from cuflash.memory import contiguous_strides
 
 from . import cases as cases_module
 from . import peers, record
-from .cases import TOLERANCE, Arrays, Case, Truth, largest_difference, make_arrays
+from .cases import TOLERANCE, Arrays, Case, Truth, asked, largest_difference, largest_relative_difference, make_arrays
 from .timing import CudaTimer, Timing, WallTimer, captured, measure, shared_stream
 
 CALLS_A_GRAPH = 20
+CALLS_A_QUEUE = 50
 
 
 class Bench:
@@ -67,7 +71,12 @@ class Bench:
             "environment": environment,
             "arrays": self.framework,
             "contenders": self.names,
-            "settings": {"quick": self.quick, "min_seconds": self.min_seconds, "flush": self.flush},
+            "settings": {
+                "quick": self.quick,
+                "min_seconds": self.min_seconds,
+                "flush": self.flush,
+                "lengths_seed": cases_module.LENGTHS_SEED,
+            },
             "complete": False,
             "cases": [],
         }
@@ -77,6 +86,8 @@ class Bench:
         self.say(
             f"TFLOP/s on {self.framework} arrays; in brackets the speed of {self.main} over that of a peer"
         )
+        if any(case.wall for case in cases):
+            self.say(f"or, where the host counts, us a call: one at a time / in a queue of {CALLS_A_QUEUE}")
         names = []
         for name in self.names:
             reason = peers.missing(name)
@@ -85,7 +96,7 @@ class Bench:
             else:
                 self._tell(name, reason)
                 result.setdefault("left_out", {})[name] = reason
-        self.say("".join([f"{'':42}", *(f"{name:>20}" for name in names)]))
+        self.say("".join([f"{'':42}", *(f"{name:>23}" for name in names)]))
         if self.device_id is None:
             self._run(cases, names, result, path, started)
         else:
@@ -141,33 +152,25 @@ class Bench:
             "name": case.name,
             "dtype": case.dtype,
             "shapes": case.shapes,
+            **({"lengths": case.lengths} if case.lengths else {}),
             "options": case.options,
+            "backward": case.backward,
             "flops": case.flops,
             "bytes": case.bytes,
             "results": {},
         }
-        timer = self.timer or (
-            WallTimer()
-            if self.device_id is None
-            else CudaTimer(
-                cold=self.flush and not case.graph,
-                monitor=record.monitor(self.device_id),
-                calls_a_run=CALLS_A_GRAPH if case.graph else 1,
-            )
-        )
-        try:
-            arrays = make_arrays(case, self.framework)
-            truth = Truth(case, arrays)
-        except Exception as error:
-            one["results"] = {name: {"failed": f"no data: {peers.one_line(error)}"} for name in names}
-            one["aborted"] = not timer.alive()
-            return one
-        calls, reference = {}, None
+        timer = self._timer(case)
+        calls, data = {}, {}
         for name in names:
             entry = one["results"][name] = {}
             try:
-                call = peers.make(name, case, arrays)
-                reference = self._check(name, call, case, arrays, truth, reference, entry)
+                problem = peers.problem_of(name, case)
+                if problem not in data:
+                    data[problem] = _Data(problem, self.framework)
+                if problem is not case:
+                    entry["problem"] = {"name": problem.name, "shapes": problem.shapes, "flops": problem.flops}
+                call = peers.make(name, problem, data[problem].arrays)
+                self._check(name, call, data[problem], entry)
                 if "failed" not in entry:
                     entry["mode"], calls[name] = self._timed_as(call, case)
             except peers.Unavailable as error:
@@ -179,7 +182,7 @@ class Bench:
                     for earlier in calls:
                         one["results"][earlier]["failed"] = f"not timed: {name} has lost the CUDA context"
                     return one
-        del reference
+        del data
         settings = (
             {"min_runs": 5, "min_seconds": self.min_seconds / 4, "rounds": 1}
             if self.quick
@@ -188,37 +191,77 @@ class Bench:
         for name, timing in measure(calls, timer, **settings).items():
             entry = one["results"][name]
             if isinstance(timing, Timing):
-                entry |= timing.record() | self._rates(case, timing, environment)
+                problem = peers.problem_of(name, case)
+                entry |= timing.record() | self._rates(problem, timing, environment)
                 if peers.is_cuflash(name):
-                    entry["config"] = self._config(case, name)
+                    entry["config"] = self._config(problem, name)
             else:
                 entry["failed"] = peers.one_line(timing)
                 one["aborted"] = one.get("aborted", False) or not timer.alive()
-        self._compare(one)
+        if case.wall and not one.get("aborted"):
+            self._queue(calls, one, settings)
+        self._compare(case, one)
         self._release()
         return one
 
-    def _check(self, name, call, case, arrays, truth, reference, entry):
-        """One call, its output against the truth and against cuflash's. Returns the output that is now the
-        reference.
-        """
-        _poison(case, arrays)
-        out = call()
-        entry["max_error"] = float(f"{truth.error(out):.3g}")
-        if not entry["max_error"] <= TOLERANCE[case.dtype]:
-            entry["failed"] = f"wrong result: off by {entry['max_error']} from float64"
-            return reference
-        if reference is None:
-            return out if peers.is_cuflash(name) else None
-        entry["max_difference"] = float(f"{largest_difference(out, reference):.3g}")
-        if not entry["max_difference"] <= 2 * TOLERANCE[case.dtype]:
+    def _timer(self, case: Case):
+        if self.timer is not None:
+            return self.timer
+        if self.device_id is None:
+            return WallTimer()
+        timer = CudaTimer(
+            cold=self.flush and not case.graph,
+            monitor=record.monitor(self.device_id),
+            calls_a_run=CALLS_A_GRAPH if case.graph else 1,
+        )
+        if not case.wall:
+            return timer
+        return WallTimer(jit.import_cupy().cuda.get_current_stream().synchronize, alive=timer.alive)
+
+    def _queue(self, calls, one, settings):
+        """The same calls without waiting in between: what a loop sees whose results are not needed at once."""
+        timed = {name: call for name, call in calls.items() if "median_s" in one["results"][name]}
+        timer = self.timer
+        if timer is None and self.device_id is None:
+            timer = WallTimer(calls_a_run=CALLS_A_QUEUE)
+        elif timer is None:
+            timer = WallTimer(jit.import_cupy().cuda.get_current_stream().synchronize, CALLS_A_QUEUE)
+        for name, timing in measure(timed, timer, **settings).items():
+            entry = one["results"][name]
+            if isinstance(timing, Timing):
+                entry["queued"] = {"calls": CALLS_A_QUEUE, **timing.record()}
+            else:
+                entry["queued"] = {"failed": peers.one_line(timing)}
+
+    def _check(self, name, call, data, entry):
+        """One call, its result against the truth and against cuflash's, which the first of them leaves in ``data``."""
+        case = data.case
+        tolerance = TOLERANCE[case.dtype]
+        _poison(case, data.arrays)
+        result = call()
+        entry["max_error"] = float(f"{data.truth.error(result):.3g}")
+        if not entry["max_error"] <= tolerance:
+            far = f"{entry['max_error']} of a row's size" if case.backward else entry["max_error"]
+            entry["failed"] = f"wrong result: off by {far} from float64"
+            return
+        if data.reference is None:
+            if peers.is_cuflash(name):
+                data.reference = result
+            return
+        if case.backward:
+            difference = max(map(largest_relative_difference, result, data.reference))
+        else:
+            difference = largest_difference(result, data.reference)
+        entry["max_difference"] = float(f"{difference:.3g}")
+        if not entry["max_difference"] <= 2 * tolerance:
             entry["failed"] = f"wrong result: off by {entry['max_difference']} from {self.main}"
-        return reference
 
     def _timed_as(self, call, case: Case):
         """(what is timed, the callable for it)."""
         if self.device_id is None or self.timer is not None:
             return "calls", call
+        if case.wall:
+            return "calls, the host's time included, L2 warm", call
         if not case.graph:
             return ("calls, L2 flushed" if self.flush else "calls, L2 warm"), call
         try:
@@ -249,7 +292,7 @@ class Bench:
         if self.device_id is None:
             return None
         try:
-            chosen = config_of(case, _tier(name), self.device_id)
+            _, chosen = choice_of(case, name, self.device_id)
             built = jit.build(chosen.kernel, launch.kernel_constants(chosen), _arch(self.device_id))
             return {
                 "kernel": chosen.kernel,
@@ -263,27 +306,36 @@ class Bench:
         except Exception as error:
             return {"unknown": peers.one_line(error)}
 
-    def _compare(self, one: dict) -> None:
-        medians = {
-            name: entry["round_medians_s"] for name, entry in one["results"].items() if "median_s" in entry
-        }
-        if self.main not in medians:
+    def _compare(self, case: Case, one: dict) -> None:
+        """Speeds: seconds for the same work. Contenders whose problem is another one are compared by their rates."""
+        timed = {name: entry for name, entry in one["results"].items() if "median_s" in entry}
+        if self.main not in timed:
             return
-        mine = one["results"][self.main]["median_s"]
+        mine = timed[self.main]
         one["speed_over"] = {}
-        for name, rounds in medians.items():
+        for name, entry in timed.items():
             if name == self.main:
                 continue
-            by_round = sorted(theirs / ours for theirs, ours in zip(rounds, medians[self.main], strict=False))
+            work = case.flops / entry["problem"]["flops"] if "problem" in entry else 1.0
+            rounds = zip(entry["round_medians_s"], mine["round_medians_s"], strict=False)
+            by_round = sorted(work * theirs / ours for theirs, ours in rounds)
             one["speed_over"][name] = {
-                "ratio": round(one["results"][name]["median_s"] / mine, 4),
+                "ratio": round(work * entry["median_s"] / mine["median_s"], 4),
                 "lowest_round": round(by_round[0], 4),
                 "highest_round": round(by_round[-1], 4),
             }
-        rivals = {name: one["results"][name]["median_s"] for name in medians if not peers.is_cuflash(name)}
+        rivals = {name: entry["median_s"] for name, entry in timed.items() if not peers.is_cuflash(name)}
         if rivals:
             one["best_peer"] = best = min(rivals, key=rivals.get)
             one["speed_over_best_peer"] = one["speed_over"][best]["ratio"]
+        one["asked"] = []
+        for target in asked(case):
+            name = target.contender
+            if name and peers.is_cuflash(name):
+                name = peers.own_name(name, peers.tier_of(self.main))
+            verdict = target.judge(mine["median_s"], one["speed_over"].get(name, {}).get("ratio"))
+            if verdict is not None:
+                one["asked"].append(verdict)
 
     def _release(self) -> None:
         """Score matrices of one case must not be in the way of the next."""
@@ -297,16 +349,20 @@ class Bench:
         for name in names:
             entry = one["results"].get(name, {})
             if "median_s" not in entry:
-                cells.append(f"{'-' if 'unavailable' in entry else 'FAILED':>20}")
+                cells.append(f"{'-' if 'unavailable' in entry else 'FAILED':>23}")
                 continue
             text = _figures(entry["tflops"])
+            if case.wall:
+                queued = entry.get("queued", {}).get("median_s")
+                text = f"{entry['median_s'] * 1e6:.0f}/{f'{queued * 1e6:.0f}' if queued else '-'}"
             if name == self.main:
                 spread = (entry["p90_s"] - entry["p10_s"]) / 2 / entry["median_s"]
                 text += f" ±{spread:.1%}"
             elif "speed_over" in one:
                 text += f" ({one['speed_over'][name]['ratio']:.2f}x)"
-            cells.append(f"{text:>20}")
-        return "".join(cells)
+            cells.append(f"{text:>23}")
+        missed = [f"{it['what']} {it['value']:.3g}, asked {it['asked']:.3g}" for it in one.get("asked", ()) if not it["ok"]]
+        return "".join(cells) + (f"   MISSED: {'; '.join(missed)}" if missed else "")
 
     def _tell(self, name: str, reason: str) -> None:
         """Each reason once: most hold for many cases."""
@@ -327,42 +383,69 @@ class Bench:
                     f"{self.main} over {name}: {mean:.2f}x in the mean, {min(ratios):.2f}x to "
                     f"{max(ratios):.2f}x, {len(ratios)} cases"
                 )
+        verdicts = [verdict["ok"] for one in result["cases"] for verdict in one.get("asked", ())]
+        if verdicts:
+            self.say(f"targets: {sum(verdicts)} of {len(verdicts)} reached")
 
 
 def _figures(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
 
-def _tier(name: str) -> str | None:
-    return name.partition("/")[2] or None
+class _Data:
+    """Arrays of a problem, the truth of some rows, and the first right result of cuflash."""
+
+    def __init__(self, case: Case, framework: str):
+        self.case, self.reference = case, None
+        try:
+            self.arrays = make_arrays(case, framework)
+            self.truth = Truth(case, self.arrays)
+        except Exception as error:
+            raise RuntimeError(f"no data: {peers.one_line(error)}") from error
 
 
 def _poison(case: Case, arrays: Arrays) -> None:
-    """Fill what the next output is likely to be allocated in with NaN: a peer's correct result may still
+    """Fill what the next results are likely to be allocated in with NaN: a peer's correct ones may still
     stand there.
     """
-    shape = (case.batch, case.seqlen_q, case.heads_q, case.head_dim_v)
     if arrays.framework == "torch":
         torch = sys.modules["torch"]
-        torch.full(shape, math.nan, dtype=arrays.q.dtype, device=arrays.q.device)
+        held = [
+            torch.full(shape, math.nan, dtype=arrays.q.dtype, device=arrays.q.device) for shape in case.result_shapes
+        ]
     elif arrays.framework == "cupy":
-        poison = jit.import_cupy().empty(shape, arrays.q.dtype)
-        poison.data.memset_async(0xFF, poison.nbytes)  # NaN in every format
+        held = [jit.import_cupy().empty(shape, arrays.q.dtype) for shape in case.result_shapes]
+        for poison in held:
+            poison.data.memset_async(0xFF, poison.nbytes)  # NaN in every format
+    else:
+        held = []
+    held.clear()  # not before all are filled: they would share memory
 
 
-def config_of(case: Case, tier: str | None, device_id: int) -> config.Config:
-    """What cuflash chooses for a case; ``tier`` None: as CUFLASH_TIER says. Raises NotImplementedError if it
-    refuses.
+def choice_of(case: Case, name: str, device_id: int) -> tuple[problem.Problem, config.Config]:
+    """The problem that a case states, and what cuflash, by its contender's name, chooses for it. Raises
+    NotImplementedError if it refuses.
     """
-    views = [
-        View(shape, launch.contiguous_strides(shape), case.dtype, f"cuda:{device_id}", 256, "cupy")
-        for shape in case.shapes
-    ]
-    return config.choose(
-        problem.check_attention(*views, **case.options),
-        launch.device_of(device_id),
-        tier or config.forced_tier(),
-    )
+
+    def view(shape, dtype=case.dtype):
+        # As arrays.View has them: three axes get a batch of one in front.
+        whole = (1, *shape) if len(shape) == 3 else shape
+        return View(whole, contiguous_strides(whole), dtype, f"cuda:{device_id}", 256, "cupy", was_3d=len(shape) == 3)
+
+    qkv, starts, options = [view(shape) for shape in case.shapes], (), dict(case.options)
+    if case.lengths:
+        starts = (view((case.batch + 1,), "int32"),) * 2
+    device, tier = launch.device_of(device_id), peers.tier_of(name) or config.forced_tier()
+    if not case.backward:
+        check = problem.check_attention_varlen if case.lengths else problem.check_attention
+        stated = check(*qkv, *starts, **options)
+        return stated, config.choose(stated, device, tier)
+    check = problem.check_attention_varlen_backward if case.lengths else problem.check_attention_backward
+    rows = (case.heads_q, sum(case.lengths)) if case.lengths else (case.batch, case.heads_q, case.seqlen_q)
+    out, lse = view(case.out_shape), view(rows, problem.lse_dtype(case.dtype))
+    deterministic = name.startswith("cuflash-deterministic")
+    stated = check(out, *qkv, out, lse, *starts, deterministic=deterministic, **options)
+    return stated, config.choose_backward(stated, device, tier)
 
 
 def _arch(device_id: int) -> str:
@@ -380,6 +463,17 @@ for kernel, constants, arch in json.loads(sys.argv[1]):
 """
 
 
+def _variants(case: Case, name: str, device_id: int) -> list[tuple[str, tuple]]:
+    """(kernel, constants) of all kernels of the call, and of the forward that a backward needs first."""
+    found = []
+    with contextlib.suppress(Exception):  # what is refused is reported where it is called
+        computed = peers.problem_of(name, case)
+        for wanted in dict.fromkeys((computed, replace(computed, backward=False))):
+            for kernel in config.kernels_of(*choice_of(wanted, name, device_id)):
+                found.append((kernel.kernel, tuple(launch.kernel_constants(kernel).items())))
+    return found
+
+
 def compile_ahead(cases, names, device_id: int, jobs: int | None = None) -> list[subprocess.Popen]:
     """Start processes that compile all variants into the disk cache: NVRTC compiles one at a time in a
     process.
@@ -387,12 +481,8 @@ def compile_ahead(cases, names, device_id: int, jobs: int | None = None) -> list
     variants = {}
     for case in cases:
         for name in filter(peers.is_cuflash, names):
-            try:
-                chosen = config_of(case, _tier(name), device_id)
-                constants = tuple(launch.kernel_constants(chosen).items())
-                variants[chosen.kernel, constants] = [chosen.kernel, constants, _arch(device_id)]
-            except Exception:
-                continue  # reported where it is called
+            for kernel, constants in _variants(case, name, device_id):
+                variants[kernel, constants] = [kernel, constants, _arch(device_id)]
     jobs = min(jobs or os.cpu_count() or 1, 8, len(variants))
     if jobs < 2:
         return []
@@ -471,8 +561,10 @@ def parse_names(text: str | None, default=()) -> list[str]:
     return names
 
 
-def main_name(tier: str | None) -> str:
-    return f"cuflash/{tier}" if tier else "cuflash"
+def contenders(tier: str | None, peer_names: str | None, usual) -> list[str]:
+    """cuflash, and who is named, else who is usual; contenders of cuflash all on the tier, if there is one."""
+    names = ["cuflash", *parse_names(peer_names, usual)]
+    return [peers.own_name(name, tier) if peers.is_cuflash(name) and "/" not in name else name for name in names]
 
 
 def exit_status(result: dict, main: str) -> int:
@@ -492,6 +584,7 @@ def exit_status(result: dict, main: str) -> int:
 )
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Repeat for several.")
 @click.option("--causal/--full", default=None, help="Only with, or only without a causal mask.")
+@click.option("--backward/--forward", default=None, help="Only one half of a suite that has both.")
 @click.option("--dtype", type=click.Choice(problem.DTYPES), help="Instead of the suite's own.")
 @click.option("--tier", type=click.Choice(config.TIERS), help="Force a tier of cuflash.")
 @click.option(
@@ -522,6 +615,7 @@ def main(
     head_dims,
     seqlens,
     causal,
+    backward,
     dtype,
     tier,
     peer_names,
@@ -533,14 +627,15 @@ def main(
     limit,
     path,
 ):
-    """Measure a suite of attention forwards beside the peers that are installed."""
+    """Measure a suite of attentions beside the peers that are installed."""
     try:
         cases = cases_module.suite(suite, dtype=dtype, head_dims=head_dims, seqlens=seqlens, causal=causal)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    names = [main_name(tier), *parse_names(peer_names, peers.USUAL[suite])]
+    if backward is not None:
+        cases = [case for case in cases if case.backward == backward]
     bench = Bench(
-        names,
+        contenders(tier, peer_names, peers.USUAL[suite]),
         device_id=device_or_fail(device),
         framework=framework,
         quick=quick,

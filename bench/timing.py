@@ -118,19 +118,24 @@ def measure(
 
 
 class WallTimer:
-    """Wall clock, for arrays on the CPU."""
+    """Wall clock: for arrays on the CPU; with ``synchronise``, which waits for the GPU, for calls whose time on the
+    host counts too. A run is ``calls_a_run`` calls, and the wait for all of them.
+    """
+
+    def __init__(self, synchronise: Callable = lambda: None, calls_a_run: int = 1, alive: Callable = lambda: True):
+        self.synchronise, self.calls_a_run, self.alive = synchronise, calls_a_run, alive
 
     def block(self, call: Callable, runs: int) -> tuple[list[float], dict]:
-        """(seconds of each run, {})."""
+        """(seconds a call of each run, {})."""
         seconds = []
+        self.synchronise()
         for _ in range(runs):
             start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
+            for _ in range(self.calls_a_run):
+                call()
+            self.synchronise()
+            seconds.append((time.perf_counter() - start) / self.calls_a_run)
         return seconds, {}
-
-    def alive(self) -> bool:
-        return True
 
 
 @dataclass
