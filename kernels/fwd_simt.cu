@@ -83,11 +83,11 @@ struct Rows {
 
 // Row 0 of the arrays of one query head.
 struct Head : Sequence {
-  int head;
-  DEV Head(const FwdParams& p, const Work& work) : Sequence(p, work), head(work.head) {}
+  int head, head_k;
+  DEV Head(const FwdParams& p, const Work& work) : Sequence(p, work), head(work.head), head_k(Sequence::head_k(work.head)) {}
   DEV const Element* gQ() const { return query_rows((const Element*)p.q, p.q_strides, head); }
-  DEV const Element* gK() const { return key_rows((const Element*)p.k, p.k_strides, head_k(head)); }
-  DEV const Element* gV() const { return key_rows((const Element*)p.v, p.v_strides, head_k(head)); }
+  DEV const Element* gK() const { return key_rows((const Element*)p.k, p.k_strides, head_k); }
+  DEV const Element* gV() const { return key_rows((const Element*)p.v, p.v_strides, head_k); }
   DEV Element* gO() const { return query_rows((Element*)p.out, p.out_strides, head); }
   DEV R* gLse() const { return (R*)p.lse + row_index(head); }
 };
@@ -106,6 +106,16 @@ DEV void load_column(R (&x)[kRows], const R* src) {
 // `n` of 0 .. count - 1, to and fro: where one line ends the next begins, so that each multiply-add shares an operand with
 // the one before, which the reuse cache keeps: three new ones would take two cycles to read.
 DEV constexpr int turn(int n, int count, int line) { return line % 2 ? count - 1 - n : n; }
+// The same for rows, in an order that turns at rows `odd` and `odd` + 2. There two operands are new, a sum and an element of K;
+// rows of one parity keep them in different register banks.
+DEV constexpr int row_turn(int n, int count, int line, int odd) {
+  const int m = turn(n, count, line);
+  if (count % 2 || count < 4) return m;
+  if (m == 0) return odd;
+  if (m == count - 1) return odd + 2;
+  const int other = m - 1 < odd ? m - 1 : m;
+  return other < odd + 2 ? other : other + 1;
+}
 
 // Converts and writes neighbouring elements to shared memory, 16 bytes at a time.
 DEV void store_vec(R* dst, const Vec<Element, kLoad>& x) {
@@ -217,7 +227,7 @@ DEV void multiply_qk(R (&rS)[kRows][kKeys], const R* sQ, const R* sK) {
       load_column(q, sQ + (d + e) * kGroupRows);
       #pragma unroll
       for (int n = 0; n < kRows * kKeys; n++) {
-        const int j = turn(n / kRows, kKeys, e), i = turn(n % kRows, kRows, n / kRows);
+        const int j = turn(n / kRows, kKeys, e), i = row_turn(n % kRows, kRows, n / kRows, e % 2);
         rS[i][j] = fma(q[i], k[j].x[e], rS[i][j]);
       }
     }

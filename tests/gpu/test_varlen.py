@@ -144,7 +144,8 @@ MANY = Lengths((65, 1, 130, 64, 33), (65, 70, 130, 140, 33))
 @on_pairs(*FEW)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(20, 9)), dict(softcap=2.0)], ids=str)
 def test_packed_is_the_same_as_alone(backend, dtype, options):
-    q, k, v = packed_inputs(dtype, MANY)
+    """To the bit, for the tiles are the same: up to a head_dim of 64 short packed sequences have their own."""
+    q, k, v = packed_inputs(dtype, MANY, head_dim=80)
     out, lse = check_varlen(backend, q, k, v, MANY, **options)
     for rows, keys in zip(MANY.used("q"), MANY.used("k"), strict=True):
         dense = compute(backend, q[None, rows], k[None, keys], v[None, keys], **options)
@@ -156,7 +157,7 @@ def test_packed_is_the_same_as_alone(backend, dtype, options):
 
 @on_pairs(*FEW)
 def test_a_dense_batch_is_packed_sequences_of_one_length(backend, dtype):
-    q, k, v = inputs(dtype, batch=3, seqlen_q=90, seqlen_k=130)
+    q, k, v = inputs(dtype, batch=3, seqlen_q=90, seqlen_k=130, head_dim=80)
     out, lse = compute(backend, q, k, v, causal=True)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     lengths = Lengths((90,) * 3, (130,) * 3)
