@@ -62,7 +62,7 @@ def _varlen_tiles(problem: Problem, config: Config) -> Kernel:
     constants = dict(config.constants)
     own = {"TILE": config.block_n if is_backward else config.block_m, "SIDE": int(is_backward)}
     shared = {name: constants[name] for name in ("MASK_LEFT", "MASK_RIGHT", "VARLEN")}
-    return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), 1024, 0)
+    return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), 512, 0)
 
 
 _forced: str | None = os.environ.get("CUFLASH_TIER") or None

@@ -53,28 +53,25 @@ _SM80_TILES = (
 _SM80_BLOCK_WORK = 128              # BlockWork of kernels/bwd_sm80.cu, padded to the alignment of the tiles
 
 
-def _sm80_head_dims(problem: BackwardProblem) -> tuple[int, int]:
-    # The warps of a group share the columns of dK and dV by 16: four of them, above 128, need whole 64.
-    multiple = 32 if max(problem.head_dim, problem.head_dim_v) <= 128 else 64
-    return round_up(problem.head_dim, multiple), round_up(problem.head_dim_v, multiple)
-
-
 def _sm80_tile(problem: BackwardProblem, device: Device):
-    """(block_m, block_n, warps, group, stages, ds_stages, blocks, smem_bytes, reason), or None if nothing fits."""
-    head_dim, head_dim_v = _sm80_head_dims(problem)
-    tiles, reason = next((tiles, reason) for limit, tiles, reason in _SM80_TILES if max(head_dim, head_dim_v) <= limit)
+    """(block_m, block_n, warps, group, stages, ds_stages, blocks, padded head_dim and head_dim_v, smem_bytes, reason), or None if
+    nothing fits."""
+    widest = max(problem.head_dim, problem.head_dim_v)
+    tiles, reason = next((tiles, reason) for limit, tiles, reason in _SM80_TILES if widest <= limit)
     for block_m, block_n, warps, group, stages, ds_stages, blocks in tiles:
+        # The warps of a group share the columns of dK and dV by 16.
+        head_dim, head_dim_v = (round_up(size, max(32, 16 * group)) for size in (problem.head_dim, problem.head_dim_v))
         # K and V, Q and dO; dS, and P where warps share it; lse and delta of rows; whether keys are finite.
         smem = (2 * ((block_n + stages * block_m) * (head_dim + head_dim_v) + (ds_stages + (group > 1)) * block_n * block_m)
                 + 8 * stages * block_m + 4 * block_n + _SM80_BLOCK_WORK)
         if blocks * (smem + BLOCK_RESERVED_SMEM) <= device.smem_optin + BLOCK_RESERVED_SMEM:
-            return block_m, block_n, warps, group, stages, ds_stages, blocks, smem, reason
+            return block_m, block_n, warps, group, stages, ds_stages, blocks, head_dim, head_dim_v, smem, reason
     return None
 
 
 def _sm80(problem: BackwardProblem, device: Device, refused) -> Config:
-    block_m, block_n, warps, group, stages, ds_stages, blocks, smem, why = _sm80_tile(problem, device)
-    head_dim, head_dim_v = _sm80_head_dims(problem)
+    (block_m, block_n, warps, group, stages, ds_stages, blocks, head_dim, head_dim_v, smem,
+     why) = _sm80_tile(problem, device)
     heads, heads_why = _heads_in_group(problem, device, head_dim)
     constants = {
         **_shared_constants(problem),

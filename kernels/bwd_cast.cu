@@ -27,13 +27,16 @@ DEV int sequence_of(const BwdParams& p, int group) {
   return at;
 }
 
-// Rows lane / 4 and 8 below, columns first_col to + 31, of which the first `cols` exist.
-template <typename T> DEV void write_rows(T* gDQ, i64 row_stride, const Real<T> (&x)[4][4], int rows, int cols) {
+// Rows lane / 4 and 8 below, 32 columns; the first `rows` and `cols` exist, of rows the first `used` take part.
+template <typename T> DEV void write_rows(T* gDQ, i64 row_stride, Real<T> (&x)[4][4], int rows, int used, int cols) {
   const u32 lane = threadIdx.x % 32, quad = lane % 4;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = lane / 4 + r * 8;
     T* dst = gDQ + row * row_stride;
+    #pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (row >= used) x[i / 2][2 * r + i % 2] = 0;
     if constexpr (sizeof(T) == 2) {
       u32 word[4];
       #pragma unroll
@@ -65,5 +68,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) bwd_cast(const BwdParams 
   #pragma unroll
   for (int i = 0; i < 16; i++) x[i / 4][i % 4] = gSum[i / 4 * 32 + lane].x[i % 4] * (R)p.softmax_scale;
   write_rows(seq.query_rows((Element*)p.dq, p.dq_strides, head) + first_row * p.dq_strides.row + col, p.dq_strides.row, x,
-             seq.rows_q - first_row, p.head_dim - col);
+             seq.rows_q - first_row, seq.seqlen_q - first_row, p.head_dim - col);
 }

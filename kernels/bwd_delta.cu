@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) bwd_delta(const BwdParams
   #pragma unroll 4
   for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < sums; i += (i64)gridDim.x * kThreads) ((Zeros*)p.dq_sum)[i] = {};
 
+  if (p.heads_q == 0 || p.seqlen_q == 0) return;
   const u32 lane = threadIdx.x % kLanes, row_head = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes;
   const u32 all_row = row_head / p.heads_q, head = row_head - all_row * p.heads_q;
   const u32 batch = kVarlen ? 0 : all_row / p.seqlen_q, row = all_row - batch * p.seqlen_q;

@@ -10,6 +10,7 @@
 // and dV; what the others computed it reads from shared memory. dS goes there for dQ in any case. With two buffers for it
 // (kDsStages) the dQ of a tile is computed one tile later, beside the scores of the next, and a tile takes one barrier:
 //   wait for the copies; barrier (they have landed for all, dS of the last tile is written, buffers are free); copy the next.
+// DETERMINISTIC: the dQ of a tile is added when the key tiles before this one have added theirs (attn/gradient.cuh).
 // A tile is masked only if it is partial. Not here: float32 and float64 (bwd_simt).
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
@@ -52,7 +53,8 @@ constexpr int kDkTiles = kHeadDim / kGroup / 8, kDvTiles = kHeadDimV / kGroup / 
 constexpr bool kDqLater = kDsStages == 2;
 static_assert(kWarpKeys % 16 == 0 && kOwnQueries % kPassQueries == 0 && kPassQueries % 16 == 0, "whole mma tiles");
 static_assert(kHeadDim % (16 * kGroup) == 0 && kHeadDimV % (16 * kGroup) == 0, "columns are dealt 16 at a time");
-static_assert(kHasCpAsync && kThreads >= kBlockM && (kDqLater ? kStages == 2 : true));
+static_assert(kHasCpAsync && kThreads >= kBlockM, "facts of rows are copied by a thread each");
+static_assert(!kDqLater || kStages == 2, "the next tile is copied before dQ of the last is done");
 
 // dQ of a tile is dealt to kDqWarps along the rows times the rest along the columns, for the fewest reads of operands.
 DEV constexpr int dq_row_warps() {
@@ -84,6 +86,7 @@ struct BlockWork {
   int visits;                                   // query tiles of all heads
   int keys_are_poisoned;
   u32 ticket;
+  int* turns;                                   // DETERMINISTIC: of query tile 0 of the first query head of the group
 };
 
 struct alignas(128) SharedStorage {
@@ -251,7 +254,8 @@ DEV void multiply_dq(SharedStorage& s, int stage, const BwdParams& p, const Visi
       }
     }
   }
-  // Groups past the end have dS = 0: they add nothing to the last one, without a branch.
+  // Groups past the end have dS = 0: they add nothing to the last one, without a branch. Rows past the end may get a NaN of K
+  // there, which nothing reads.
   const int first_group = v.tile * (kBlockM / kDqGroup), last_group = (s.work.seqlen_q - 1) / kDqGroup;
   float* dst = s.work.gDqSum + (v.head * num_dq_groups(p) + first_group) * (kDqGroup * kHeadDim) + col_warp * 256 + lane * 4;
   #pragma unroll
@@ -263,7 +267,8 @@ DEV void multiply_dq(SharedStorage& s, int stage, const BwdParams& p, const Visi
 }
 
 // NaN and Inf of operands that a product would carry, times a 0 of P or dS, to what does not see them: they become 0 in the
-// tile, and by a NaN in the facts of the row, or for the key, they go to exactly the pairs that see each other.
+// tile, and by a NaN in the facts of the row, or for the key, they go to exactly the pairs that see each other. There they
+// become NaN in all columns; a full tile, which needs none of this, keeps to the columns that they stand in.
 DEV void separate_nonfinite_queries(SharedStorage& s, int stage) {
   const auto poison = [&](int row) { s.facts[stage][row].lse_log2 = __int_as_float(0x7fffffff); };
   clear_nonfinite<Element, QLayout, kBlockM, kThreads>(shared_address(s.sQ[stage]), thread_index(), poison);
@@ -282,16 +287,11 @@ DEV void await_turn(SharedStorage& s, const BwdParams& p, const Visit& v) {
   const int key_tile = s.work.first_key / kBlockN, first_row = v.tile * kBlockM;
   const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
   const int turn = key_tile - KeyTiles::of<kBlockN>(mask, first_row, min(first_row + kBlockM, mask.seqlen_q)).begin;
-  if (thread_index() == 0) {
-    const Sequence seq(p, s.work.batch);
-    wait_for_turn(turn_of(p, seq, s.work.batch, s.work.head_k * (p.heads_q / p.heads_k) + v.head, v.tile, kBlockM), turn);
-  }
+  if (thread_index() == 0) wait_for_turn(s.work.turns + v.head * p.num_query_tiles + v.tile, turn);
 }
 // After one, behind those additions.
 DEV void end_turn(SharedStorage& s, const BwdParams& p, const Visit& v) {
-  if (thread_index() != 0) return;
-  const Sequence seq(p, s.work.batch);
-  pass_turn(turn_of(p, seq, s.work.batch, s.work.head_k * (p.heads_q / p.heads_k) + v.head, v.tile, kBlockM));
+  if (thread_index() == 0) pass_turn(s.work.turns + v.head * p.num_query_tiles + v.tile);
 }
 
 // One of dK and dV, kBlockN rows, through shared memory.
@@ -350,6 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) bwd_sm80(cons
     s.work.gDO = seq.query_rows((const Element*)p.dout, p.dout_strides, head);
     s.work.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
     s.work.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, head) * (kDqGroup * kHeadDim);
+    if (kDeterministic) s.work.turns = turn_of(p, seq, work.batch, head, 0, kBlockM);
     s.work.batch = work.batch;
     s.work.head_k = work.head;
     s.work.first_key = first_key;
@@ -367,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) bwd_sm80(cons
   __syncthreads();
 
   Visit visit = {0, tiles.begin}, last = visit, before_last = visit;
-  if (tiles.begin < tiles.end) {
+  if (s.work.visits > 0) {
     const Element *gK = seq.key_rows((const Element*)p.k, p.k_strides, work.head) + first_key * p.k_strides.row;
     const Element *gV = seq.key_rows((const Element*)p.v, p.v_strides, work.head) + first_key * p.v_strides.row;
     const int keys = seq.seqlen_k - first_key;
@@ -407,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) bwd_sm80(cons
     // Half of the warps compute dQ before the scores, half behind the first of them: beside one's exponentials then run the
     // products of another on the same scheduler.
     if (kDqLater && warp < kWarps / 2 && i > 0) multiply_dq(s, ds_stage ^ 1, p, last);
-    #pragma unroll 2
+    #pragma unroll (kDeterministic ? 1 : 2)      // waiting for turns takes registers
     for (int pass = 0; pass < kOwnQueries / kPassQueries; pass++) {
       const int first_query = member * kOwnQueries + pass * kPassQueries;
       const RowFacts<float>* facts = &s.facts[stage][first_query];

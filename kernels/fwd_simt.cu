@@ -110,7 +110,7 @@ DEV constexpr int turn(int n, int count, int line) { return line % 2 ? count - 1
 // rows of one parity keep them in different register banks.
 DEV constexpr int row_turn(int n, int count, int line, int odd) {
   const int m = turn(n, count, line);
-  if (count % 2 || count < 4) return m;
+  if (count != 8) return m;                     // others spill
   if (m == 0) return odd;
   if (m == count - 1) return odd + 2;
   const int other = m - 1 < odd ? m - 1 : m;

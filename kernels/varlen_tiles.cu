@@ -13,14 +13,14 @@
 constexpr int kTile = TILE;                     // rows, of the side that is tiled
 constexpr Side kSide = (Side)SIDE;
 constexpr bool kByLevel = MASK_RIGHT;
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 constexpr int kSharedLevels = 4096;             // a longer histogram lies behind the list
 
 struct SharedStorage {
   int sHistogram[kSharedLevels];
   float work;                                   // of all tiles, by level
   int num_long;
-  int sWarps[32];
+  int sWarps[kThreads / 32];
   int sFirst[kThreads];                         // of the sequences at hand: index of the first tile among theirs
   int sTiles[kThreads];                         // how many tiles
   int sPlace[kThreads];                         // where the first goes in the list; not by level
@@ -124,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) varlen_tiles(const FwdPar
       const int tile = i - s.sFirst[at];
       const int level = kSide == kQuerySide ? tile + 1 : s.sTiles[at] - tile;
       const int place = kByLevel ? atomicAdd(&histogram[level], 1) : s.sPlace[at] + tile;
-      const Work work = work_of_sequence(p, first_batch + at);
-      if ((u32)place < (u32)max_tiles) list[place] = {tile, work.batch, work.q, work.k};     // only wrong lengths give more
+      if ((u32)place < (u32)max_tiles)                                       // only wrong lengths give more
+        list[place] = {tile, first_batch + at, query_slot(p, first_batch + at), key_slot(p, first_batch + at)};
     }
     __syncthreads();
   }

@@ -601,7 +601,7 @@ def test_a_packed_forward_lists_its_tiles_first(driver):
     assert call.out_shape == (1000, 8, 64) and call.lse_shape == (8, 1000) and call.scratch_bytes % 256 == 0
     call.launch(7, *range(1, 11))
     assert [step[0] for step in driver] == ["varlen_tiles", "fwd_sm80"]
-    assert [step[1:4] for step in driver][0] == (1, 1024, 0)
+    assert [step[1:4] for step in driver][0] == (1, 512, 0)
     for step in driver:
         assert [int(step[5][name]) for name in launch.FWD_PARAMS.names[:10]] == list(range(1, 11))
 
@@ -665,3 +665,12 @@ def test_addresses_that_may_overlap(driver):
     inputs = [(i + 1) << 30 for i in range(7)]
     assert not call.may_overlap([*inputs, 1 << 40, 0, 0])
     assert call.may_overlap([*inputs, inputs[5] + 2, 0, 0]), "dout"
+
+
+@pytest.mark.parametrize("arch", [name for name, device in DEVICES.items() if device.compute_capability >= (8, 0)])
+def test_the_warps_of_a_group_share_the_columns_of_gradients_evenly(arch):
+    for head_dim, head_dim_v in itertools.product((1, 33, 64, 80, 96, 128, 130, 192, 256), repeat=2):
+        constants = dict(choose(backward("float16", head_dim, head_dim_v), DEVICES[arch], "sm80").constants)
+        for name, size in (("HEAD_DIM", head_dim), ("HEAD_DIM_V", head_dim_v)):
+            padded, group = constants[name], constants["GROUP"]
+            assert padded % 32 == padded % (16 * group) == 0 and size <= padded < size + max(32, 16 * group)

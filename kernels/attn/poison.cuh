@@ -1,5 +1,6 @@
-// NaN and Inf in V under a mask. A product with P = 0 would carry them to rows that do not see them, so a partly masked tile
-// that holds any is taken apart: what is not finite goes to exactly the rows that see it, and becomes 0 in the tile.
+// NaN and Inf under a mask. A product with P = 0 would carry those of V to rows that do not see them, so a partly masked tile that
+// holds any is taken apart: what is not finite goes to exactly the rows that see it, and becomes 0 in the tile. So do, in a
+// backward, those of Q, dO and K.
 #pragma once
 #include "ptx/memory.cuh"
 #include "ptx/mma_sm80.cuh"

@@ -6,6 +6,10 @@
 // tiles, each with all that a block asks of its sequence.
 constexpr int kTileListHeader = 4;              // words
 struct alignas(16) ListedTile { int tile, batch; Slot q, k; };
+DEV Work listed_work(const FwdParams& p, u32 idx, int head) {
+  const ListedTile t = ((const ListedTile*)(p.tiles + kTileListHeader))[idx];
+  return {t.tile, head, t.batch, t.q, t.k};
+}
 
 enum Side { kQuerySide, kKeySide };
 
@@ -30,9 +34,6 @@ template <Side kSide> DEV Work work_of_block(u32 block_idx, const FwdParams& p) 
     idx -= num_long * all_heads;
   }
   const u32 step = idx / group, batch_head = first_head + (idx - step * group), tile = first_tile + step;
-  if constexpr (kVarlen) {
-    const ListedTile t = ((const ListedTile*)(p.tiles + kTileListHeader))[tile];
-    return {t.tile, (int)batch_head, t.batch, t.q, t.k};
-  }
+  if constexpr (kVarlen) return listed_work(p, tile, batch_head);
   return {(int)(kSide == kQuerySide ? num_tiles - 1 - tile : tile), (int)(batch_head % heads), (int)(batch_head / heads), {}, {}};
 }

@@ -1,6 +1,7 @@
 // Which tiles of the other side a tile visits, and which of those need no mask.
 #pragma once
 #include "attn/mask.cuh"
+#include "attn/seqlen.cuh"
 
 struct TileRange {
   int begin, end;               // tiles to visit
@@ -8,12 +9,12 @@ struct TileRange {
   DEV bool is_partial(int tile) const { return tile < full_begin || tile >= full_end; }
 };
 
-// Forward: the key tiles, of kBlockN, that query rows [row_begin, row_end) visit.
+// Forward: the key tiles, of kBlockN, that query rows [row_begin, row_end) visit. There are none only in a packed batch.
 struct KeyTiles : TileRange {
   template <int kBlockN, typename Mask>
   static DEV KeyTiles of(const Mask& mask, int row_begin, int row_end) {
     KeyTiles t = {};
-    if (row_begin >= row_end) return t;
+    if (kVarlen && row_begin >= row_end) return t;
     const int key_end = mask.key_end(row_end - 1);
     t.begin = uniform(mask.key_begin(row_begin) / kBlockN);
     t.end = uniform(max((key_end + kBlockN - 1) / kBlockN, t.begin));           // key_end <= 0: nothing is visible
@@ -29,7 +30,7 @@ struct QueryTiles : TileRange {
   template <int kBlockM, int kBlockN, typename Mask>
   static DEV QueryTiles of(const Mask& mask, int key_begin, int key_end) {
     QueryTiles t = {};
-    if (key_begin >= key_end) return t;
+    if (kVarlen && key_begin >= key_end) return t;
     t.begin = uniform(mask.row_begin(key_begin) / kBlockM);
     t.end = uniform(max((mask.row_end(key_end - 1) + kBlockM - 1) / kBlockM, t.begin));
     t.full_begin = uniform((mask.row_begin(key_end - 1) + kBlockM - 1) / kBlockM);
