@@ -193,6 +193,8 @@ class TorchDoor:
         key = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
                v.shape, v.stride(), v.dtype, v.device, (pointers[0] | pointers[1] | pointers[2]) & 15)
         if out is not None:
+            if out.requires_grad and self._grad_enabled():
+                return None, ()
             key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
         return key, pointers
 
@@ -232,6 +234,9 @@ class TorchDoor:
 
     def to_host(self, x) -> np.ndarray:
         return x.cpu().numpy()
+
+    def is_strided(self, x) -> bool:
+        return x.layout is sys.modules["torch"].strided and not x.is_nested
 
     def unexpanded(self, x):
         """As NumpyDoor.unexpanded."""

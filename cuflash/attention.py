@@ -116,7 +116,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
             ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q. It starts at 0 and never decreases; sequences may be empty.
             Rows behind its last element, which no sequence covers, come back as zeros.
         cu_seqlens_k: (num_sequences + 1,), the same of k and v.
-        max_seqlen_q, max_seqlen_k: the longest sequences, or None. Hints that never change a result, and are not needed.
+        max_seqlen_q, max_seqlen_k: the longest sequences, or None. Accepted as hints, and not used: they never change a result.
         seqused_q, seqused_k: None or (num_sequences,) int32 or int64: how many of a sequence's rows take part, from its first
             on. Masks count from the last of those. The other rows of q come back as zeros, those of k and v have no influence.
         causal, window, softmax_scale, softcap: as in `attention`, inside each sequence with its own lengths.
@@ -136,7 +136,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
     head_dim up to 64 on tensor cores sequences of less than 256 rows in the mean run on smaller tiles, which round otherwise.
 
     Memory: out, lse if asked for, and scratch of about ``32 * (total_q / tile + num_sequences) + 4 * max(total_q, total_k) /
-    tile`` bytes, tile being 16 to 128 rows, for the list of tiles.
+    tile`` bytes, tile being 8 to 128 rows, for the list of tiles.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
@@ -189,6 +189,7 @@ _VARLEN = Operation(
 
 def perform(operation: Operation, given: tuple, options: dict, validate: bool = False):
     """What a public function does: with arrays on a GPU a prepared launch, on the CPU NumPy."""
+    problem.check_flag("validate", validate)
     q = given[0]
     door = arrays.door_of(q)
     if door.on_cpu(q):
@@ -268,12 +269,15 @@ def _prepare(operation: Operation, door, given: tuple, options: dict, key) -> Pr
 def _validate(operation: Operation, door, given: tuple, options: dict) -> None:
     """Check what the lengths say, on the host."""
     stated, views = _check(operation, door, given, options)
+    cupy = import_cupy()
+    check_driver()
     device_id = int(views["q"].device.removeprefix("cuda:"))
-    if import_cupy().cuda.runtime.streamIsCapturing(door.stream(device_id)):
-        raise RuntimeError("validate=True copies the lengths to the host, which nothing can while a stream is captured: "
-                           "validate before the capture")
-    _check_lengths(stated, {name: x if x is None else door.to_host(x) for name, x in zip(operation.arrays, given)
-                            if name in LENGTHS})
+    with cupy.cuda.Device(device_id):
+        if cupy.cuda.runtime.streamIsCapturing(door.stream(device_id)):
+            raise RuntimeError("validate=True copies the lengths to the host, which nothing can while a stream is captured: "
+                               "validate before the capture")
+        _check_lengths(stated, {name: x if x is None else door.to_host(x) for name, x in zip(operation.arrays, given)
+                                if name in LENGTHS})
 
 
 def _check_lengths(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:

@@ -50,7 +50,7 @@ def attention_backward(dout, q, k, v, out, lse, *, causal=False, window=None, so
     """
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
                "deterministic": deterministic}
-    return perform(_BACKWARD, (q, k, v, out, lse, _unexpanded(dout), dlse, dq, dk, dv), options)
+    return perform(_BACKWARD, (q, k, v, out, lse, _unexpanded(dout, out), dlse, dq, dk, dv), options)
 
 
 def attention_vjp(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap=0.0, deterministic=False,
@@ -69,6 +69,7 @@ def attention_vjp(q, k, v, *, causal=False, window=None, softmax_scale=None, sof
         What `attention` raises; the pullback what `attention_backward` raises.
     """
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap}
+    problem.check_flag("deterministic", deterministic)
     out, lse = attention(q, k, v, return_lse=True, **options)
 
     def pullback(dout, dlse=None):
@@ -107,12 +108,18 @@ def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_
     problem.check_hint("max_seqlen_k", max_seqlen_k)
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
                "deterministic": deterministic}
-    return perform(_VARLEN_BACKWARD, (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _unexpanded(dout),
+    return perform(_VARLEN_BACKWARD, (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _unexpanded(dout, out),
                                       dlse, dq, dk, dv), options, validate)
 
 
-def _unexpanded(dout):
-    return arrays.door_of(dout, "dout").unexpanded(dout)
+def _unexpanded(dout, out):
+    """dout, or a copy where its last axis is expanded. What is not of out's kind and shape is left to the check to refuse."""
+    if type(dout) is not type(out) or dout.shape != out.shape:
+        return dout
+    door = arrays.door_of(dout, "dout")
+    if isinstance(door, arrays.TorchDoor) and not door.is_strided(dout):
+        return dout
+    return door.unexpanded(dout)
 
 
 def _run(door, call: Prepared, given, pointers):

@@ -132,8 +132,7 @@ def _forward(fields: dict, inputs: dict[str, View], out: View | None, return_lse
 def _backward(fields: dict, inputs: dict[str, View], results: dict[str, View], statistics: dict[str, View | None],
               gradients: dict[str, View | None], deterministic) -> BackwardProblem:
     """``results``: out and dout, shaped alike; ``statistics``: lse and dlse; ``gradients``: dq, dk and dv where given."""
-    if not isinstance(deterministic, (bool, np.bool_)):
-        raise TypeError(f"deterministic must be a bool; got {deterministic!r}")
+    check_flag("deterministic", deterministic)
     q, shapes = inputs["q"], result_shapes(fields)
     for name, view in results.items():
         _check_like(name, view, shapes["out"], q)
@@ -241,17 +240,23 @@ def check_lengths(rows: dict[str, int], cu_seqlens: dict[str, np.ndarray], sequs
         name = f"cu_seqlens_{side}"
         if ends[0] != 0:
             raise ValueError(f"{name} must start at 0; got {ends[0]}")
-        lengths = np.diff(ends)
-        if (lengths < 0).any():
-            at = int(np.argmax(lengths < 0))
+        decreases = ends[1:] < ends[:-1]        # a difference could wrap
+        if decreases.any():
+            at = int(np.argmax(decreases))
             raise ValueError(f"{name} must not decrease; got {ends[at]} and then {ends[at + 1]} at index {at + 1}")
         if ends[-1] > rows[side]:
             raise ValueError(f"{name} must end at {rows[side]}, the rows of {side}, or before; got {ends[-1]}")
-        used = seqused[side]
+        used, lengths = seqused[side], np.diff(ends)
         if used is not None and ((used < 0) | (used > lengths)).any():
             at = int(np.argmax((used < 0) | (used > lengths)))
             raise ValueError(f"seqused_{side} must be 0 to the length of each sequence; got {used[at]} for sequence {at}, "
                              f"of length {lengths[at]}")
+
+
+def check_flag(name: str, value) -> None:
+    """Raise unless the value is a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool; got {value!r}")
 
 
 def check_hint(name: str, hint) -> None:
@@ -330,8 +335,7 @@ def _alignment_of_written(fields: dict, given: dict[str, View | None]) -> int:
 
 def _options(q: View, k: View, causal=False, window=None, softmax_scale=None, softcap=0.0) -> dict:
     left, right = _window(window)
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be a bool; got {causal!r}")
+    check_flag("causal", causal)
     if causal:
         right = 0 if right is None else min(right, 0)
     # A side that reaches past every key is no bound at all, in no sequence of a packed batch; what is left fits int32.

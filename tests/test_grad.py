@@ -489,3 +489,12 @@ def test_alignment_of_given_buffers():
     dq = View(Q, contiguous_strides(Q), "float32", "cuda:0", (1 << 26) + 4, "cupy")
     assert check_attention_backward(**views(), dq=dq).out_alignment == 4
     assert check_attention_backward(**views(), dq=dq._replace(ptr=1 << 26)).out_alignment == 8
+
+
+def test_flags_are_bools():
+    q = np.ones((1, 2, 1, 4), np.float32)
+    with pytest.raises(TypeError, match="deterministic must be a bool; got 1"):
+        cuflash.attention_vjp(q, q, q, deterministic=1)
+    packed, ends = q[0], np.array([0, 2], np.int32)
+    with pytest.raises(TypeError, match="validate must be a bool; got 'no'"):
+        cuflash.attention_varlen(packed, packed, packed, ends, ends, validate="no")

@@ -198,6 +198,14 @@ VALUES = {
         dict(cu_seqlens_k=ends(0, 5, 20, 70, 60)),
         "cu_seqlens_k must not decrease; got 70 and then 60 at index 4",
     ),
+    "decreasing by more than int32 holds": (
+        dict(cu_seqlens_q=ends(0, 11, 2**31 - 1, -(2**31), 40)),
+        f"cu_seqlens_q must not decrease; got {2**31 - 1} and then {-(2**31)} at index 3",
+    ),
+    "decreasing by more than int64 holds": (
+        dict(cu_seqlens_k=ends(0, 5, 2**63 - 1, -(2**63), 60, dtype="int64")),
+        f"cu_seqlens_k must not decrease; got {2**63 - 1} and then {-(2**63)} at index 3",
+    ),
     "past q": (
         dict(cu_seqlens_q=ends(0, 11, 11, 30, 41)),
         "cu_seqlens_q must end at 40, the rows of q, or before; got 41",

@@ -123,11 +123,17 @@ def _devices(archs) -> list[config.Device]:
 def _variants(
     device: config.Device, arch: str, dtype: str, head_dim: int, head_dim_v: int, **options
 ) -> list[builds.Variant]:
+    lengths = [(1, 4096)]
+    if options.get("varlen"):
+        lengths.append((32, 128))  # many short sequences may have tiles of their own
     try:
-        problem = builds.packed_problem(
-            dtype, seqlen_q=4096, seqlen_k=4096, head_dim=head_dim, head_dim_v=head_dim_v, **options
-        )
-        return builds.variants_of(problem, config.choose(problem, device, config.forced_tier()), arch)
+        variants = []
+        for batch, seqlen in lengths:
+            problem = builds.packed_problem(
+                dtype, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, head_dim_v=head_dim_v, **options
+            )
+            variants += builds.variants_of(problem, config.choose(problem, device, config.forced_tier()), arch)
+        return list(dict.fromkeys(variants))
     except (ValueError, NotImplementedError) as error:
         raise click.ClickException(one_line(error)) from None
 

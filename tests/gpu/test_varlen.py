@@ -252,6 +252,7 @@ WRONG = {
     "decreasing": ([0, 50, 20, 90], None),
     "longer than the arrays": ([0, 50, 70, 1000], None),
     "far too long": ([0, 50, 2**31 - 1, 2**31 - 1], None),
+    "decreasing by more than int32 holds": ([0, 2**31 - 1, -(2**31), 90], None),
     "negative": ([-30, 20, 50, 90], None),
     "not from 0": ([40, 50, 70, 90], None),
     "used more than there is": ([0, 50, 70, 90], [60, 1000, 2**31 - 1]),
