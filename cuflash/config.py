@@ -9,7 +9,7 @@ import contextlib
 import os
 
 from . import config_backward, config_forward
-from .config_base import DEVICES, Config, Device, Kernel
+from .config_base import DEVICES, LIST_HEADER, LISTED_WORDS, Config, Device, Kernel
 from .problem import BackwardProblem, Problem
 
 __all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "choose_backward", "force_tier", "forced_tier",
@@ -60,9 +60,11 @@ def _varlen_tiles(problem: Problem, config: Config) -> Kernel:
     """Lists the tiles that the blocks of ``config`` take: of queries, backward of keys."""
     is_backward = isinstance(problem, BackwardProblem)
     constants = dict(config.constants)
-    own = {"TILE": config.block_n if is_backward else config.block_m, "SIDE": int(is_backward)}
+    threads = 512
+    own = {"TILE": config.block_n if is_backward else config.block_m, "SIDE": int(is_backward), "THREADS": threads,
+           "LIST_HEADER": LIST_HEADER, "LISTED_WORDS": LISTED_WORDS}
     shared = {name: constants[name] for name in ("MASK_LEFT", "MASK_RIGHT", "VARLEN")}
-    return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), 512, 0)
+    return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), threads, 0)
 
 
 _forced: str | None = os.environ.get("CUFLASH_TIER") or None

@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE
-from .config_base import BLOCK_RESERVED_SMEM, SIMT_HEAD_DIMS, Config, Device, Kernel, round_up, shared_constants, vec_bytes
+from .config_base import (
+    BLOCK_RESERVED_SMEM,
+    DQ_GROUP,
+    SIMT_HEAD_DIMS,
+    Config,
+    Device,
+    Kernel,
+    round_up,
+    shared_constants,
+    vec_bytes,
+)
 from .problem import BackwardProblem
 
 
 def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
-    return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic)}
+    return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic), "DQ_GROUP": DQ_GROUP}
 
 
 def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> tuple[int, str]:
@@ -189,15 +199,16 @@ def _simt(problem: BackwardProblem, device: Device, refused) -> Config:
 def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
     """bwd_delta, the kernel of ``config`` and bwd_cast: the launches of a backward, in their order."""
     constants = dict(config.constants)
-    shared = {name: constants[name] for name in ("DTYPE", "HEAD_DIM", "VARLEN")}
+    threads = 256
+    shared = {name: constants[name] for name in ("DTYPE", "HEAD_DIM", "VARLEN", "DQ_GROUP")} | {"THREADS": threads}
     delta_vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim_v)
     # As many lanes take a row, up to a warp, as it has parts of 16 bytes.
     lanes = min(32, 1 << (-(-problem.head_dim_v * ITEMSIZE[problem.dtype] // 16) - 1).bit_length())
     delta = {**shared, "DETERMINISTIC": constants["DETERMINISTIC"], "VEC_BYTES": delta_vec, "LANES": lanes}
     return (
-        Kernel("bwd_delta", tuple(sorted(delta.items())), 256, 0),
+        Kernel("bwd_delta", tuple(sorted(delta.items())), threads, 0),
         config,
-        Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), 256, 0))
+        Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), threads, 0))
 
 
 REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}

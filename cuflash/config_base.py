@@ -62,6 +62,8 @@ class Config(Kernel):
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 BLOCK_RESERVED_SMEM = 1024          # the driver takes this much of every block
+DQ_GROUP = 16                       # rows of dq_sum that lie together: kernels/attn/gradient.cuh
+LIST_HEADER, LISTED_WORDS = 4, 8    # words of a list of tiles and of each tile in it: kernels/attn/schedule.cuh
 SIMT_HEAD_DIMS = (32, 64, 96, 128, 192, 256)        # few, since each is a kernel; warps share their columns evenly
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from . import jit
 from .arrays import ITEMSIZE, View
 from .config import Config, Device, Kernel, choose, kernels_of
-from .config_base import round_up
+from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, round_up
 from .memory import byte_extent, contiguous_strides
 from .problem import BackwardProblem, Problem, result_shapes
 
@@ -73,8 +73,9 @@ def num_query_tiles(problem: BackwardProblem, config: Config) -> int:
 
 
 def num_dq_groups(problem: BackwardProblem) -> int:
-    """Groups of 16 rows of one head in dq_sum: each sequence begins with one (kernels/attn/gradient.cuh)."""
-    return problem.seqlen_q // 16 + problem.batch + 1 if problem.varlen else -(-problem.seqlen_q // 16)
+    """Groups of rows of one head in dq_sum: each sequence begins with one (kernels/attn/gradient.cuh)."""
+    rows = problem.seqlen_q
+    return rows // DQ_GROUP + problem.batch + 1 if problem.varlen else -(-rows // DQ_GROUP)
 
 
 def grid_of(problem: Problem, config: Config) -> int:
@@ -124,11 +125,11 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
         is_backward = isinstance(problem, BackwardProblem)
         block = config.block_n if is_backward else config.block_m
         levels = max(problem.seqlen_q, problem.seqlen_k) // block + 2
-        sizes["tiles"] = 4 * (4 + 8 * num_tiles(problem, config) + levels + 1)
+        sizes["tiles"] = 4 * (LIST_HEADER + LISTED_WORDS * num_tiles(problem, config) + levels)
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q
-        sizes["dq_sum"] = dict(config.constants)["HEAD_DIM"] * real * heads * 16 * num_dq_groups(problem)
+        sizes["dq_sum"] = dict(config.constants)["HEAD_DIM"] * real * heads * DQ_GROUP * num_dq_groups(problem)
         if problem.deterministic:
             sizes["turns"] = 4 * (1 + problem.batch_axis * problem.heads_q * num_query_tiles(problem, config))
     return sizes

@@ -12,7 +12,7 @@ using Element = ElementOf<DTYPE>::type;
 using R = Real<Element>;
 
 constexpr int kHeadDim = HEAD_DIM;              // of dq_sum
-constexpr int kThreads = 256;
+constexpr int kThreads = THREADS;
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dq
 struct alignas(16) Lane { R x[4]; };            // of a unit: two columns of row lane / 4, and of the row eight below
 

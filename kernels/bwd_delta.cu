@@ -13,7 +13,7 @@ using R = Real<Element>;
 
 constexpr int kHeadDim = HEAD_DIM;              // of dq_sum
 constexpr int kLanes = LANES;                   // a power of two, at most 32
-constexpr int kThreads = 256;
+constexpr int kThreads = THREADS;
 constexpr int kLoad = VEC_BYTES / sizeof(Element);      // elements a lane loads at once; divides head_dim_v
 constexpr int kPart = 16 / sizeof(Element);     // neighbours of a lane: at any alignment a sum is then made in the same order
 constexpr int kZeros = 16 / sizeof(R);          // that a lane stores at once

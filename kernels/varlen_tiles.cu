@@ -13,7 +13,8 @@
 constexpr int kTile = TILE;                     // rows, of the side that is tiled
 constexpr Side kSide = (Side)SIDE;
 constexpr bool kByLevel = MASK_RIGHT;
-constexpr int kThreads = 512;
+constexpr int kThreads = THREADS;
+static_assert(kTileListHeader == LIST_HEADER && sizeof(ListedTile) == LISTED_WORDS * 4, "launch.py disagrees on the list");
 constexpr int kSharedLevels = 4096;             // a longer histogram lies behind the list
 
 struct SharedStorage {

@@ -12,7 +12,8 @@ template <typename R> struct alignas(2 * sizeof(R)) RowFacts {
 // dq_sum lies as tensor cores hold it: in units of 16 rows by 8 columns, in which the four elements of a lane of mma_m16n8k16
 // are neighbours. A warp then adds whole lines, twice as fast as parts of rows. The units of 16 rows make a group, and a
 // sequence begins with one.
-constexpr int kDqGroup = 16;
+constexpr int kDqGroup = DQ_GROUP;
+static_assert(kDqGroup == 16, "the rows of an mma");
 DEV i64 num_dq_groups(const BwdParams& p) {                     // of a head
   return kVarlen ? p.seqlen_q / kDqGroup + p.batch + 1 : (p.seqlen_q + kDqGroup - 1) / kDqGroup;
 }
