@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parent.parent
 RUN = "python3 -m venv .venv && .venv/bin/pip install -q '.[cuda12]' && .venv/bin/cuflash check"
 TEST = (
     "python3 -m venv .venv && .venv/bin/pip install -q -e '.[cuda12,test]' "
-    "&& .venv/bin/python -m pytest -n auto tests"
+    "&& .venv/bin/python -m pytest -n auto --dist worksteal tests"
 )
 
 
