@@ -22,9 +22,7 @@
 #include "attn/tiles.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
-
-using Element = ElementOf<DTYPE>::type;
-using R = Real<Element>;                        // of every product, sum and tile in shared memory
+#include "tile/simt.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
 constexpr int kHeadDimV = HEAD_DIM_V;
@@ -39,7 +37,6 @@ constexpr int kStore = OUT_VEC_BYTES / sizeof(Element); // elements of out store
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 
 constexpr int kThreads = kWarps * 32;
-constexpr int kLanesM = 4, kLanesN = 8;         // lanes of a warp along rows, and along keys or columns
 constexpr int kGroups = kWarps / kGroup;
 constexpr int kGroupRows = kBlockM / kGroups;
 constexpr int kWarpKeys = kBlockN / kGroup;
@@ -50,7 +47,6 @@ constexpr int kCols = kWarpCols / kLanesN;
 constexpr int kChunksK = kHeadDim / kChunkK;
 constexpr int kChunksV = kBlockN / kChunkV;
 constexpr int kChunks = kChunksK + kChunksV;
-constexpr int kVec = 16 / sizeof(R);            // elements of a 16-byte read of shared memory
 constexpr int kRowVec = kRows % kVec == 0 ? kVec : kRows % 2 == 0 ? 2 : 1;     // rows in one read of Q or P
 constexpr int kPitchK = kChunkK + kVec;         // neighbouring keys begin in different bank groups
 constexpr int kPitchP = kGroupRows + 2 * kRowVec;       // lanes that write P side by side, neighbouring keys, do not collide
@@ -64,7 +60,6 @@ static_assert(kRows * kLanesM * kGroups == kBlockM && kRows % kRowVec == 0 && kK
 
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, R>;
-template <typename T, int kSize> struct alignas(sizeof(T) * kSize) Vec { T x[kSize]; };
 
 struct alignas(16) SharedStorage {
   R sQ[kGroups][kHeadDim][kGroupRows];          // transposed, as is P: a lane reads neighbouring rows at once
@@ -92,9 +87,7 @@ struct Head : Sequence {
   DEV R* gLse() const { return (R*)p.lse + row_index(head); }
 };
 
-DEV int lane_m() { return (threadIdx.x & 1) | (threadIdx.x >> 3 & 2); }
-DEV int lane_n() { return threadIdx.x >> 1 & 7; }
-// Row `i` of this lane, counted from the first row of the group, less lane_m() * kRowVec.
+// Row `i` of this lane, counted from the first row of the group, less that of lane_m.
 DEV constexpr int row_step(int i) { return i / kRowVec * (kLanesM * kRowVec) + i % kRowVec; }
 
 // This lane's rows of a column of Q or P, which lie transposed.
@@ -103,10 +96,7 @@ DEV void load_column(R (&x)[kRows], const R* src) {
   for (int i = 0; i < kRows; i++) x[i] = ((const Vec<R, kRowVec>*)(src + row_step(i - i % kRowVec)))->x[i % kRowVec];
 }
 
-// `n` of 0 .. count - 1, to and fro: where one line ends the next begins, so that each multiply-add shares an operand with
-// the one before, which the reuse cache keeps: three new ones would take two cycles to read.
-DEV constexpr int turn(int n, int count, int line) { return line % 2 ? count - 1 - n : n; }
-// The same for rows, in an order that turns at rows `odd` and `odd` + 2. There two operands are new, a sum and an element of K;
+// As `turn` for rows, in an order that turns at rows `odd` and `odd` + 2. There two operands are new, a sum and an element of K;
 // rows of one parity keep them in different register banks.
 DEV constexpr int row_turn(int n, int count, int line, int odd) {
   const int m = turn(n, count, line);
@@ -115,18 +105,6 @@ DEV constexpr int row_turn(int n, int count, int line, int odd) {
   if (m == count - 1) return odd + 2;
   const int other = m - 1 < odd ? m - 1 : m;
   return other < odd + 2 ? other : other + 1;
-}
-
-// Converts and writes neighbouring elements to shared memory, 16 bytes at a time.
-DEV void store_vec(R* dst, const Vec<Element, kLoad>& x) {
-  constexpr int kSize = kLoad < kVec ? kLoad : kVec;
-  #pragma unroll
-  for (int i = 0; i < kLoad; i += kSize) {
-    Vec<R, kSize> y;
-    #pragma unroll
-    for (int j = 0; j < kSize; j++) y.x[j] = to_real(x.x[i + j]);
-    *(Vec<R, kSize>*)(dst + i) = y;
-  }
 }
 
 // kCount rows of kColumns to shared memory; rows >= `rows` and columns >= `cols` become zeros. Asynchronous where the
@@ -157,7 +135,7 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
     for (int i = 0; !kAsync && i < kBatch; i++) {
       const int step = at + i * kRowsAtOnce;
       if (kCount % kRowsAtOnce == 0 ? step >= kCount : first + step >= kCount) continue;
-      store_vec(dst + step * kPitch, x[i]);
+      store_converted<kLoad>(dst + step * kPitch, x[i]);
     }
   }
 }
@@ -239,12 +217,12 @@ DEV bool any_warp(bool x) { return kGroup == 1 ? __any_sync(0xffffffff, x) : __s
 
 // Moves the max of all rows of a group to that of all logits so far. O and sum follow. `max`: of this lane's new logits.
 DEV void move_max(Rows& rows, R (&max)[kRows], SharedStorage& s, int warp) {
-  const int group = warp / kGroup, first = lane_m() * kRowVec;
+  const int group = warp / kGroup, first = lane_m(threadIdx.x) * kRowVec;
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     #pragma unroll
     for (int lane = 2; lane < 16; lane *= 2) max[i] = fmax(max[i], __shfl_xor_sync(0xffffffff, max[i], lane));
-    if (kGroup > 1 && lane_n() == 0) s.sRows[warp][first + row_step(i)] = max[i];
+    if (kGroup > 1 && lane_n(threadIdx.x) == 0) s.sRows[warp][first + row_step(i)] = max[i];
   }
   if (kGroup > 1) __syncthreads();
   #pragma unroll
@@ -340,12 +318,12 @@ template <bool kPartial> DEV void multiply_pv(R (&sum)[kRows][kCols], const R* s
 // first_row and first_col are the lane's own.
 DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Head& seq, const FwdParams& p, int first_row,
                    int first_col) {
-  const int first = lane_m() * kRowVec, group = warp / kGroup;
+  const int first = lane_m(threadIdx.x) * kRowVec, group = warp / kGroup;
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     #pragma unroll
     for (int lane = 2; lane < 16; lane *= 2) rows.sum[i] += __shfl_xor_sync(0xffffffff, rows.sum[i], lane);
-    if (kGroup > 1 && lane_n() == 0) s.sRows[warp][first + row_step(i)] = rows.sum[i];
+    if (kGroup > 1 && lane_n(threadIdx.x) == 0) s.sRows[warp][first + row_step(i)] = rows.sum[i];
   }
   if (kGroup > 1) __syncthreads();
   Element* gO = seq.gO();
@@ -360,7 +338,7 @@ DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Head& seq, cons
     for (int w = 0; w < kGroup && kGroup > 1; w++) sum += s.sRows[group * kGroup + w][first + row_step(i)];
     if (!takes_part) sum = 0;
     const R inverse = sum == 0 ? (R)0 : 1 / sum;                // no visible key: O is 0
-    if (p.lse && lane_n() == 0 && warp % kGroup == 0)
+    if (p.lse && lane_n(threadIdx.x) == 0 && warp % kGroup == 0)
       seq.gLse()[row] = sum == 0 ? -infinity(R()) : (rows.max[i] + log2(sum)) * (R)0.693147180559945309417;
     #pragma unroll
     for (int c = 0; c < kCols; c += kStore) {
@@ -394,9 +372,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
   // Whether the group sees any of `count` keys.
   const auto sees = [=](int first, int count) { return (first < key_end) & (first + count > key_begin); };
 
-  const int lane_row = group_row + lane_m() * kRowVec, lane_col = part * kWarpCols + lane_n() * kVec;
-  const R* sQ = s.sQ[group][0] + lane_m() * kRowVec;
-  const R* sP = s.sP[group][0] + lane_m() * kRowVec;
+  const int lane_row = group_row + lane_m(threadIdx.x) * kRowVec, lane_col = part * kWarpCols + lane_n(threadIdx.x) * kVec;
+  const R* sQ = s.sQ[group][0] + lane_m(threadIdx.x) * kRowVec;
+  const R* sP = s.sP[group][0] + lane_m(threadIdx.x) * kRowVec;
   Rows rows = {};
   #pragma unroll
   for (int i = 0; i < kRows; i++) rows.max[i] = -infinity(R());
@@ -412,18 +390,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
     R rS[kRows][kKeys] = {};
     #pragma unroll 1
     for (int c = 0; c < kChunksK; c++) {
-      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end) + (part * kWarpKeys + lane_n()) * kPitchK;
+      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end) + (part * kWarpKeys + lane_n(threadIdx.x)) * kPitchK;
       if (visited && sees(warp_key, kWarpKeys)) multiply_qk(rS, sQ + c * kChunkK * kGroupRows, sK);
     }
     R max[kRows];
     bool moved = false;
-    const Visible visible(mask, lane_row, warp_key + lane_n());
+    const Visible visible(mask, lane_row, warp_key + lane_n(threadIdx.x));
     #pragma unroll
     for (int i = 0; i < kRows; i++) max[i] = -infinity(R());
     if (visited && partial) moved = apply_score_and_mask<true>(rS, max, rows, score, visible);
     else if (visited) moved = apply_score_and_mask<false>(rS, max, rows, score, visible);
     if (any_warp(moved)) move_max(rows, max, s, warp);
-    R* lane_p = s.sP[group][part * kWarpKeys + lane_n()] + lane_m() * kRowVec;
+    R* lane_p = s.sP[group][part * kWarpKeys + lane_n(threadIdx.x)] + lane_m(threadIdx.x) * kRowVec;
     if (visited && partial) softmax<true>(rows, rS, lane_p, score.exponent_scale(), visible);
     else if (visited) softmax<false>(rows, rS, lane_p, score.exponent_scale(), visible);
     R sum[kRows][kCols] = {};
