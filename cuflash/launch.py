@@ -55,27 +55,30 @@ def kernel_constants(kernel: Kernel) -> dict[str, int]:
 
 # ---------------------------------------------------------------------------------------------------------- tiles, grids
 
-def num_tiles(problem: Problem, config: Config) -> int:
-    """Tiles of one head: of queries, backward of keys. Packed: the most that there can be over all sequences.
+def _num_pieces(problem: Problem, rows: int, size: int) -> int:
+    """Pieces of ``size`` rows that one head has, each sequence beginning with one. Packed: the most that there can be.
 
     Those are what the rows fill, and for each sequence one that it begins and does not fill; the rows that no sequence
     covers are one more.
     """
-    is_backward = isinstance(problem, BackwardProblem)
-    rows, block = (problem.seqlen_k, config.block_n) if is_backward else (problem.seqlen_q, config.block_m)
-    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block)
+    return rows // size + problem.batch + 1 if problem.varlen else -(-rows // size)
+
+
+def num_tiles(problem: Problem, config: Config) -> int:
+    """Tiles of one head: of queries, backward of keys."""
+    if isinstance(problem, BackwardProblem):
+        return _num_pieces(problem, problem.seqlen_k, config.block_n)
+    return _num_pieces(problem, problem.seqlen_q, config.block_m)
 
 
 def num_query_tiles(problem: BackwardProblem, config: Config) -> int:
-    """Tiles of queries of one head in a backward, counted as in num_tiles."""
-    rows, block = problem.seqlen_q, config.block_m
-    return rows // block + problem.batch + 1 if problem.varlen else -(-rows // block)
+    """Tiles of queries of one head in a backward."""
+    return _num_pieces(problem, problem.seqlen_q, config.block_m)
 
 
 def num_dq_groups(problem: BackwardProblem) -> int:
-    """Groups of rows of one head in dq_sum: each sequence begins with one (kernels/attn/gradient.cuh)."""
-    rows = problem.seqlen_q
-    return rows // DQ_GROUP + problem.batch + 1 if problem.varlen else -(-rows // DQ_GROUP)
+    """Groups of rows of one head in dq_sum (kernels/attn/gradient.cuh)."""
+    return _num_pieces(problem, problem.seqlen_q, DQ_GROUP)
 
 
 def grid_of(problem: Problem, config: Config) -> int:
