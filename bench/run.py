@@ -445,7 +445,7 @@ def choice_of(case: Case, name: str, device_id: int) -> tuple[problem.Problem, c
     out, lse = view(case.out_shape), view(rows, problem.lse_dtype(case.dtype))
     deterministic = name.startswith("cuflash-deterministic")
     stated = check(out, *qkv, out, lse, *starts, deterministic=deterministic, **options)
-    return stated, config.choose_backward(stated, device, tier)
+    return stated, config.choose(stated, device, tier)
 
 
 def _arch(device_id: int) -> str:

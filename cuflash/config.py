@@ -12,8 +12,8 @@ from . import config_backward, config_forward
 from .config_base import DEVICES, LIST_HEADER, LISTED_WORDS, Config, Device, Kernel
 from .problem import BackwardProblem, Problem
 
-__all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "choose_backward", "force_tier", "forced_tier",
-           "kernels_of", "refusal"]
+__all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "force_tier", "forced_tier",
+           "kernels_of", "refusal", "tiled"]
 
 TIERS = ("sm80", "simt")            # best first
 
@@ -35,11 +35,6 @@ def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:
     raise NotImplementedError("; ".join(f"tier {name}: {reason}" for name, reason in refused))
 
 
-def choose_backward(problem: BackwardProblem, device: Device, tier: str | None = None) -> Config:
-    """choose() where it must be a backward: the config of the kernel that computes dk and dv and sums dq."""
-    return choose(problem, device, tier)
-
-
 def refusal(tier: str, problem: Problem, device: Device) -> str | None:
     """Why the tier does not take the problem, a forward or a backward, on the device; None if it does. The dispatcher and
     `cuflash info` ask here."""
@@ -56,12 +51,18 @@ def kernels_of(problem: Problem, config: Config) -> tuple[Kernel, ...]:
     return (_varlen_tiles(problem, config), *kernels) if problem.varlen else kernels
 
 
+def tiled(problem: Problem, config: Config) -> tuple[int, int]:
+    """(rows, rows of a tile) of the side whose tiles the blocks of ``config`` take: queries, backward keys."""
+    if isinstance(problem, BackwardProblem):
+        return problem.seqlen_k, config.block_n
+    return problem.seqlen_q, config.block_m
+
+
 def _varlen_tiles(problem: Problem, config: Config) -> Kernel:
     """Lists the tiles that the blocks of ``config`` take: of queries, backward of keys."""
-    is_backward = isinstance(problem, BackwardProblem)
     constants = dict(config.constants)
     threads = 512
-    own = {"TILE": config.block_n if is_backward else config.block_m, "SIDE": int(is_backward), "THREADS": threads,
+    own = {"TILE": tiled(problem, config)[1], "SIDE": int(isinstance(problem, BackwardProblem)), "THREADS": threads,
            "LIST_HEADER": LIST_HEADER, "LISTED_WORDS": LISTED_WORDS}
     shared = {name: constants[name] for name in ("MASK_LEFT", "MASK_RIGHT", "VARLEN")}
     return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), threads, 0)

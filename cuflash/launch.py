@@ -10,7 +10,7 @@ import numpy as np
 
 from . import jit
 from .arrays import ITEMSIZE, View
-from .config import Config, Device, Kernel, choose, kernels_of
+from .config import Config, Device, Kernel, choose, kernels_of, tiled
 from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, round_up
 from .memory import byte_extent, contiguous_strides
 from .problem import BackwardProblem, Problem, result_shapes
@@ -66,9 +66,7 @@ def _num_pieces(problem: Problem, rows: int, size: int) -> int:
 
 def num_tiles(problem: Problem, config: Config) -> int:
     """Tiles of one head: of queries, backward of keys."""
-    if isinstance(problem, BackwardProblem):
-        return _num_pieces(problem, problem.seqlen_k, config.block_n)
-    return _num_pieces(problem, problem.seqlen_q, config.block_m)
+    return _num_pieces(problem, *tiled(problem, config))
 
 
 def num_query_tiles(problem: BackwardProblem, config: Config) -> int:
@@ -125,9 +123,7 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
     """Bytes of each scratch array of a call, in the order of the params."""
     sizes = {}
     if problem.varlen:
-        is_backward = isinstance(problem, BackwardProblem)
-        block = config.block_n if is_backward else config.block_m
-        levels = max(problem.seqlen_q, problem.seqlen_k) // block + 2
+        levels = max(problem.seqlen_q, problem.seqlen_k) // tiled(problem, config)[1] + 2
         sizes["tiles"] = 4 * (LIST_HEADER + LISTED_WORDS * num_tiles(problem, config) + levels)
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q

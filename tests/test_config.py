@@ -20,7 +20,6 @@ from cuflash.config import (
     Config,
     Device,
     choose,
-    choose_backward,
     force_tier,
     kernels_of,
     refusal,
@@ -111,7 +110,7 @@ def test_tensor_cores_are_used_where_they_are(arch):
             expected = "sm80" if dtype == "float16" or dtype == "bfloat16" and arch != "sm_75" else "simt"
             assert choose(problem(dtype, head_dim), DEVICES[arch]).tier == expected, (dtype, head_dim)
             expected = "sm80" if dtype in ("float16", "bfloat16") and arch != "sm_75" else "simt"
-            assert choose_backward(backward(dtype, head_dim), DEVICES[arch]).tier == expected, (
+            assert choose(backward(dtype, head_dim), DEVICES[arch]).tier == expected, (
                 dtype,
                 head_dim,
             )

@@ -24,6 +24,13 @@ def backend(request):
 
 
 @pytest.fixture(scope="module")
+def cupy():
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture(scope="module")
 def torch():
     return pytest.importorskip("torch", reason="no PyTorch")
 

@@ -10,6 +10,7 @@ from support import (
     PLAIN,
     Gradients,
     Layout,
+    along_channel,
     assert_right_gradients,
     assert_same,
     backward,
@@ -21,31 +22,13 @@ from support import (
     normal,
     on_pairs,
     place,
+    rising,
 )
 
 import cuflash
 
 # ------------------------------------------------------------------------------------------------------------
 # Named cases: name -> (sizes, options, what is done to q, k and v)
-
-
-def along_channel(q_value, k_value):
-    """Logits of about q_value * k_value * scale, through channel 0."""
-
-    def edit(q, k, v):
-        q[..., 0], k[..., 0] = q_value, k_value
-
-    return edit
-
-
-def rising(per_key):
-    """Each key's logit lies about `per_key` above (or below) the one before."""
-
-    def edit(q, k, v):
-        q[..., 0] = 1
-        k[..., 0] = (np.arange(k.shape[1]) * per_key * q.shape[3] ** 0.5)[None, :, None]
-
-    return edit
 
 
 CASES = {

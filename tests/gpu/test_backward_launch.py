@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support import (
     PLAIN,
+    TIERS,
     Gradients,
     Lengths,
     Placed,
@@ -30,14 +31,6 @@ from cuflash import config, oracle
 
 pytestmark = pytest.mark.gpu
 
-TIERS = pytest.mark.parametrize("tier", ["simt", "sm80"])
-
-
-@pytest.fixture
-def cupy():
-    import cupy
-
-    return cupy
 
 
 def placed(backend, *host):

@@ -8,6 +8,7 @@ from support import (
     DTYPES,
     EDGES,
     Layout,
+    along_channel,
     assert_right,
     assert_same,
     check,
@@ -15,29 +16,11 @@ from support import (
     inputs,
     on,
     place,
+    rising,
 )
 
 # ------------------------------------------------------------------------------------------------------------
 # Named cases: name -> (sizes, options, what is done to q, k and v)
-
-
-def along_channel(q_value, k_value):
-    """Logits of about q_value * k_value * scale, through channel 0."""
-
-    def edit(q, k, v):
-        q[..., 0], k[..., 0] = q_value, k_value
-
-    return edit
-
-
-def rising(per_key):
-    """Each key's logit lies about `per_key` above (or below) the one before: the maximum keeps moving."""
-
-    def edit(q, k, v):
-        q[..., 0] = 1
-        k[..., 0] = (np.arange(k.shape[1]) * per_key * q.shape[3] ** 0.5)[None, :, None]
-
-    return edit
 
 
 def half_silent(q, k, v):

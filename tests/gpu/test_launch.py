@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import (
     PLAIN,
+    TIERS,
     Layout,
     Placed,
     assert_right,
@@ -25,7 +26,6 @@ import cuflash
 from cuflash import config, jit, launch
 
 pytestmark = pytest.mark.gpu
-TIERS = pytest.mark.parametrize("tier", ["simt", "sm80"])
 
 
 def arrays_of(backend, host):

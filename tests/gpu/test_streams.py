@@ -9,6 +9,7 @@ import pytest
 from support import (
     PLAIN,
     TAKES,
+    TIERS,
     Placed,
     assert_right,
     assert_same,
@@ -24,14 +25,6 @@ from cuflash import config, jit
 
 pytestmark = pytest.mark.gpu
 
-TIERS = pytest.mark.parametrize("tier", ["simt", "sm80"])
-
-
-@pytest.fixture
-def cupy():
-    import cupy
-
-    return cupy
 
 
 def arrays_of(backend, host):
