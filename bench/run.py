@@ -293,7 +293,7 @@ class Bench:
             return None
         try:
             _, chosen = choice_of(case, name, self.device_id)
-            built = jit.build(chosen.kernel, launch.kernel_constants(chosen), _arch(self.device_id))
+            built = jit.build(chosen.kernel, launch.kernel_constants(chosen), _arch(chosen, self.device_id))
             return {
                 "kernel": chosen.kernel,
                 "block_m": chosen.block_m,
@@ -448,8 +448,8 @@ def choice_of(case: Case, name: str, device_id: int) -> tuple[problem.Problem, c
     return stated, config.choose(stated, device, tier)
 
 
-def _arch(device_id: int) -> str:
-    return jit.arch_for(launch.device_of(device_id).compute_capability)
+def _arch(kernel: config.Kernel, device_id: int) -> str:
+    return launch.arch_of(kernel, jit.arch_for(launch.device_of(device_id).compute_capability))
 
 
 _COMPILE = """
@@ -463,14 +463,15 @@ for kernel, constants, arch in json.loads(sys.argv[1]):
 """
 
 
-def _variants(case: Case, name: str, device_id: int) -> list[tuple[str, tuple]]:
-    """(kernel, constants) of all kernels of the call, and of the forward that a backward needs first."""
+def _variants(case: Case, name: str, device_id: int) -> list[tuple[str, tuple, str]]:
+    """(kernel, constants, arch) of all kernels of the call, and of the forward that a backward needs first."""
     found = []
     with contextlib.suppress(Exception):  # what is refused is reported where it is called
         computed = peers.problem_of(name, case)
         for wanted in dict.fromkeys((computed, replace(computed, backward=False))):
             for kernel in config.kernels_of(*choice_of(wanted, name, device_id)):
-                found.append((kernel.kernel, tuple(launch.kernel_constants(kernel).items())))
+                constants = tuple(launch.kernel_constants(kernel).items())
+                found.append((kernel.kernel, constants, _arch(kernel, device_id)))
     return found
 
 
@@ -478,17 +479,18 @@ def compile_ahead(cases, names, device_id: int, jobs: int | None = None) -> list
     """Start processes that compile all variants into the disk cache: NVRTC compiles one at a time in a
     process.
     """
-    variants = {}
-    for case in cases:
-        for name in filter(peers.is_cuflash, names):
-            for kernel, constants in _variants(case, name, device_id):
-                variants[kernel, constants] = [kernel, constants, _arch(device_id)]
+    variants = dict.fromkeys(
+        variant
+        for case in cases
+        for name in filter(peers.is_cuflash, names)
+        for variant in _variants(case, name, device_id)
+    )
     jobs = min(jobs or os.cpu_count() or 1, 8, len(variants))
     if jobs < 2:
         return []
     root = str(Path(cuflash.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    work = list(variants.values())
+    work = list(variants)
     return [
         subprocess.Popen(
             [sys.executable, "-c", _COMPILE, json.dumps(work[first::jobs])],

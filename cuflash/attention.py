@@ -54,7 +54,7 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     On a GPU the work is queued on the framework's current stream; nothing waits, and a CUDA graph can capture it once one
     such call has been made. Sums are float32 (float64 for float64); float32 is never rounded to TF32.
 
-    Memory: out, lse if asked for, and no scratch at all. On the CPU tiles of a fixed size, and K and V of
+    Memory: out, lse if asked for, and no scratch but 16 bytes, with a mask on Hopper. On the CPU tiles of a fixed size, and K and V of
     one head in the type of the sums. The gradients: attention_backward, attention_vjp.
 
     Raises:
@@ -98,7 +98,11 @@ def _run(door, call: Prepared, q, pointers, out):
     if out is None:
         out = door.empty(call.out_shape, stated.dtype, q)
     lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
-    if call.launch is not None:
+    if call.scratch_bytes:
+        stream = door.stream(call.device_id)
+        tiles, held = door.scratch(call.scratch_bytes, q, stream)
+        call.launch(stream, *pointers, door.ptr(out), 0 if lse is None else door.ptr(lse), 0, 0, 0, 0, tiles)
+    elif call.launch is not None:
         call.launch(door.stream(call.device_id), *pointers, door.ptr(out), 0 if lse is None else door.ptr(lse))
     return out if lse is None else (out, lse)
 
@@ -132,8 +136,8 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
     On a GPU nothing is copied to the host and nothing waits: shapes, dtypes and devices are checked, and what lengths say is
     cut to what exists, so that wrong ones give wrong results but never lead outside of the arrays. Tiles are shared out on the
     device, the most work first. A CUDA graph captures the call once one such call has been made, and takes whatever stands in
-    the same arrays of lengths when it is replayed. A sequence gets the bits that it gets alone in `attention`, but that with a
-    head_dim up to 64 on tensor cores sequences of less than 256 rows in the mean run on smaller tiles, which round otherwise.
+    the same arrays of lengths when it is replayed. A sequence gets the bits that it gets alone in `attention` from tiles of the
+    same size; sequences that are short in the mean run on tiles of their own, which round otherwise.
 
     Memory: out, lse if asked for, and scratch of about ``32 * (total_q / tile + num_sequences) + 4 * max(total_q, total_k) /
     tile`` bytes, tile being 8 to 128 rows, for the list of tiles.

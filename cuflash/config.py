@@ -15,7 +15,7 @@ from .problem import BackwardProblem, Problem
 __all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "force_tier", "forced_tier",
            "kernels_of", "refusal", "tiled"]
 
-TIERS = ("sm80", "simt")            # best first
+TIERS = ("sm90", "sm80", "simt")    # best first
 
 
 def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:

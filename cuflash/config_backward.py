@@ -211,5 +211,9 @@ def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
         Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), threads, 0))
 
 
-REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}
+def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
+    return "it has no gradients yet: leave the tier to cuflash, or force sm80"
+
+
+REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}
 BUILDERS = {"sm80": _sm80, "simt": _simt}

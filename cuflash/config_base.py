@@ -47,10 +47,19 @@ class Kernel:
     threads: int
     smem_bytes: int
 
+    @property
+    def is_accelerated(self) -> bool:
+        """Whether it has instructions of one architecture alone (sm_90a)."""
+        return self.kernel.endswith("sm90")
+
 
 @dataclass(frozen=True)
 class Config(Kernel):
-    """The kernel that computes a problem. ``reasons`` say why each number is what it is."""
+    """The kernel that computes a problem. ``reasons`` say why each number is what it is.
+
+    ``max_blocks``: its blocks take one tile after the other and are no more than these; 0: a block for each tile.
+    ``counts_tiles``: they take the next one by a counter.
+    """
 
     tier: str
     block_m: int
@@ -58,6 +67,8 @@ class Config(Kernel):
     heads_in_group: int
     reasons: tuple[str, ...]
     refused: tuple[tuple[str, str], ...] = ()
+    max_blocks: int = 0
+    counts_tiles: bool = False
 
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}

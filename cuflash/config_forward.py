@@ -249,5 +249,103 @@ def _sm80(problem: Problem, device: Device, refused) -> Config:
                   refused)
 
 
-REFUSALS = {"sm80": _refuse_sm80, "simt": _refuse_simt}
-BUILDERS = {"sm80": _sm80, "simt": _simt}
+# --------------------------------------------------------------------------------------------------------------- sm90
+
+_SM90_HEAD_DIMS = (64, 96, 128, 192, 256)
+_SM90_STAGES = 2
+
+
+class _Sm90Tile(NamedTuple):
+    consumers: int          # warpgroups, of 64 query rows each
+    block_n: int
+    turns: bool             # consumers start their products in turns
+
+    @property
+    def block_m(self) -> int:
+        return self.consumers * 64
+
+
+# By the two padded head dims, else by the wider of them. Measured on the H200: docs/fwd_sm90.md.
+_SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _Sm90Tile(3, 80, True), 192: _Sm90Tile(2, 96, True),
+               (192, 128): _Sm90Tile(2, 96, False), 256: _Sm90Tile(2, 64, True)}
+# The same for sequences of few rows in the mean: less of a tile lies past their ends.
+_SM90_SHORT_TILES = {128: _Sm90Tile(2, 128, True)}
+_SM90_SHORT_ROWS = 1024
+_SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
+
+
+def _sm90_sizes(problem: Problem) -> tuple[int, int]:
+    """head_dim and head_dim_v, padded."""
+    return tuple(next(size for size in _SM90_HEAD_DIMS if size >= own) for own in (problem.head_dim, problem.head_dim_v))
+
+
+def _refuse_sm90(problem: Problem, device: Device) -> str | None:
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+    if device.compute_capability != (9, 0):
+        return "needs compute capability 9.0 (wgmma, TMA)"
+    if problem.alignment < 16 or not problem.tma:
+        return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
+                "negative nor 1 TiB or more")
+    sizes = _sm90_sizes(problem)
+    if _sm90_smem(_sm90_tile(problem, *sizes), _SM90_STAGES, *sizes) > device.smem_optin:
+        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
+                "memory that a block may have")
+    return None
+
+
+def _sm90_tile(problem: Problem, head_dim: int, head_dim_v: int) -> _Sm90Tile:
+    if problem.softcap and max(head_dim, head_dim_v) == 64:
+        return _SM90_SOFTCAP_TILE
+    is_short = problem.seqlen_q <= _SM90_SHORT_ROWS * (problem.batch if problem.varlen else 1)
+    for tiles in (_SM90_SHORT_TILES, _SM90_TILES) if is_short else (_SM90_TILES,):
+        for key in ((head_dim, head_dim_v), max(head_dim, head_dim_v)):
+            if key in tiles:
+                return tiles[key]
+
+
+def _sm90_smem(tile: _Sm90Tile, stages: int, head_dim: int, head_dim_v: int) -> int:
+    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, three tiles of the launch, flags of each V."""
+    panel = 64 if head_dim_v % 64 == 0 else 32
+    out = 64 * panel * min(2, head_dim_v // panel)                              # of a consumer
+    arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v) + tile.consumers * out)
+    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 3), 16)
+    return round_up(arrays + barriers + 3 * round_up(60 + 16 * tile.consumers, 16) + 4 * stages, 1024)
+
+
+def _sm90(problem: Problem, device: Device, refused) -> Config:
+    head_dim, head_dim_v = _sm90_sizes(problem)
+    tile, stages = _sm90_tile(problem, head_dim, head_dim_v), _SM90_STAGES
+    smem = _sm90_smem(tile, stages, head_dim, head_dim_v)
+    heads, heads_why = _heads_in_group(problem, device)
+    has_mask = problem.window_left is not None or problem.window_right is not None
+    # A store ends with a chunk of 16 bytes, whatever of it is outside of the array.
+    tma_out = problem.out_alignment == 16 and problem.out_tma and problem.head_dim_v % 8 == 0 and not problem.varlen
+    constants = {
+        **shared_constants(problem),
+        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "WHOLE_HEADS": int(problem.head_dim_v == head_dim_v),
+        "TMA_OUT": int(tma_out), "CONSUMERS": tile.consumers, "BLOCK_N": tile.block_n, "STAGES": stages, "TURNS": int(tile.turns),
+        "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
+    }
+    reasons = (
+        f"block_m = {tile.block_m}, block_n = {tile.block_n}  # {tile.consumers} warpgroups of 64 query rows: S, P and O of a "
+        "thread take all registers but a few",
+        f"turns = {int(tile.turns)}  # " + ("the softmax of one warpgroup runs beside the products of another" if tile.turns else
+                                          "warpgroups start their products when they can: turns were slower here"),
+        f"stages = {stages}  # K and V of the next key tile are copied while this one is used",
+        f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
+        f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}; the copies pad with "
+        "zeros",
+        f"tma_out = {int(tma_out)}  # " + ("out is written by TMA" if tma_out else
+                                         "TMA cannot leave out rows past the end of a sequence" if problem.varlen else
+                                         "an address, stride or row of out is no multiple of 16 bytes, or a stride is negative"),
+        f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one tile after the other"
+        + (", the next one by a counter, as they take different time" if problem.varlen or has_mask else ""),
+        heads_why,
+    )
+    return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m, tile.block_n,
+                  heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=problem.varlen or has_mask)
+
+
+REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}
+BUILDERS = {"sm90": _sm90, "sm80": _sm80, "simt": _simt}

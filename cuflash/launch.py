@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 
-from . import jit
+from . import jit, tma
 from .arrays import ITEMSIZE, View
 from .config import Config, Device, Kernel, choose, kernels_of, tiled
 from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, round_up
@@ -19,6 +19,7 @@ _FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"
 _FORWARD_STRIDES = ("q", "k", "v", "out")
 _BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns")
 _BACKWARD_STRIDES = ("dout", "dq", "dk", "dv")
+_TENSOR_MAPS = ("q", "k", "v", "out")           # in the order of the pointers
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
 
 
@@ -38,6 +39,7 @@ BWD_PARAMS = np.dtype(
     + [("softmax_scale", np.float64), ("num_query_tiles", np.int32)], align=True)
 
 _LOG2_E = 1.4426950408889634
+TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams
 MAX_GRID = 2**31 - 1
 MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
@@ -45,12 +47,18 @@ MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 def params_constants() -> dict[str, int]:
     """The -D macros in which a kernel checks that its params are FWD_PARAMS and BWD_PARAMS."""
     offsets = {f"OFFSET_{name}": offset for name, (_, offset) in BWD_PARAMS.fields.items()}
-    return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize}
+    return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize,
+            "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET}
 
 
 def kernel_constants(kernel: Kernel) -> dict[str, int]:
     """All constants that a kernel is compiled with."""
     return {**dict(kernel.constants), **params_constants()}
+
+
+def arch_of(kernel: Kernel, arch: str) -> str:
+    """The ``-arch`` of a kernel on a GPU whose other kernels are compiled for ``arch``."""
+    return arch + "a" * kernel.is_accelerated
 
 
 # ---------------------------------------------------------------------------------------------------------- tiles, grids
@@ -84,10 +92,10 @@ def grid_of(problem: Problem, config: Config) -> int:
     heads, side = (problem.heads_k, "key") if isinstance(problem, BackwardProblem) else (problem.heads_q, "query")
     tiles = num_tiles(problem, config)
     grid = tiles * problem.batch_axis * heads
-    if grid > MAX_GRID:
+    if grid > MAX_GRID:         # in blocks that take many tiles too: they count them in as many bits
         raise ValueError(f"batch * heads * {side} tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {heads} * "
                          f"{tiles}: split the batch")
-    return grid
+    return min(grid, config.max_blocks or grid)
 
 
 def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
@@ -125,6 +133,8 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
     if problem.varlen:
         levels = max(problem.seqlen_q, problem.seqlen_k) // tiled(problem, config)[1] + 2
         sizes["tiles"] = 4 * (LIST_HEADER + LISTED_WORDS * num_tiles(problem, config) + levels)
+    elif config.counts_tiles:
+        sizes["tiles"] = 4 * LIST_HEADER
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q
@@ -162,6 +172,14 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
     return record
 
 
+def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
+    """(columns, rows) of what one copy takes of each array that has a tensor map: PanelLayout of kernels/tile/layout.cuh."""
+    constants = dict(config.constants)
+    panel, panel_v = (64 if constants[name] % 64 == 0 else 32 for name in ("HEAD_DIM", "HEAD_DIM_V"))
+    boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
+    return boxes | {"out": (panel_v, 64)} if constants["TMA_OUT"] else boxes
+
+
 # -------------------------------------------------------------------------------------------------------------- launches
 
 class Launch:
@@ -174,7 +192,10 @@ class Launch:
     def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int):
         from cupy_backends.cuda.api.driver import launchKernel
         self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
-        self._params = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
+        memory = ctypes.create_string_buffer(TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
+        start = -ctypes.addressof(memory) % 64          # tensor maps want it
+        self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
+        self._params[:params.nbytes] = params.tobytes()
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._pack = struct.Struct(f"={num_pointers}Q").pack_into
         self._launch = launchKernel
@@ -193,6 +214,32 @@ class Launch:
             raise RuntimeError(
                 f"launch of {kernel.kernel} failed: {error}; grid {grid}, {kernel.threads} threads, {kernel.smem_bytes} "
                 f"bytes of shared memory, {self._loaded[step].registers} registers a thread") from error
+
+
+class TmaLaunch(Launch):
+    """As Launch, with tensor maps behind the params. ``boxes``: of each array that has one (boxes_of); ``counts``: tiles are
+    counted from 0 in the list's header.
+    """
+
+    def __init__(self, steps, loaded, params, num_pointers: int, views: dict[str, View], boxes: dict[str, tuple[int, int]],
+                 counts: bool):
+        super().__init__(steps, loaded, params, num_pointers)
+        from cupy_backends.cuda.api.runtime import memsetAsync
+        self._memset = memsetAsync if counts else None
+        first = ctypes.addressof(self._params) + TENSOR_MAPS_OFFSET
+        self._maps = [first + i * tma.MAP_BYTES for i in range(len(boxes))]
+        self._pointers = [views[name].ptr for name in boxes]
+        for name, address in zip(boxes, self._maps, strict=True):
+            tma.encode(address, views[name], *boxes[name])
+
+    def __call__(self, stream: int, *pointers: int) -> None:
+        for i, address in enumerate(self._maps):
+            if pointers[i] != self._pointers[i]:
+                tma.replace_address(address, pointers[i])
+                self._pointers[i] = pointers[i]
+        if self._memset:
+            self._memset(pointers[-1], 0, 4 * LIST_HEADER, stream)
+        super().__call__(stream, *pointers)
 
 
 class BackwardLaunch(Launch):
@@ -240,12 +287,18 @@ class Prepared:
             self.scratch_bytes += round_up(max(1, num_bytes), 256)
         arch, steps = jit.arch_for(device.compute_capability), steps_of(problem, config)
         params = params_of(problem, config, strides)
-        loaded = [jit.load(kernel.kernel, kernel_constants(kernel), arch, self.device_id, kernel.smem_bytes, stream=stream)
-                  for kernel, _ in steps]
+        loaded = [jit.load(kernel.kernel, kernel_constants(kernel), arch_of(kernel, arch), self.device_id, kernel.smem_bytes,
+                           stream=stream) for kernel, _ in steps]
+        num_pointers = len(_FORWARD_POINTERS) if "tiles" in self.scratch_offsets else 5
         if is_backward:
             self.launch = BackwardLaunch(steps, loaded, params)
+        elif config.tier == "sm90":
+            if views["out"] is None:            # its address comes with the call
+                views = views | {"out": View(shapes["out"], strides["out"], problem.dtype, "", 0, "")}
+            self.launch = TmaLaunch(steps, loaded, params, num_pointers, views, boxes_of(config),
+                                    config.counts_tiles and not problem.varlen)
         else:
-            self.launch = Launch(steps, loaded, params, len(_FORWARD_POINTERS) if problem.varlen else 5)
+            self.launch = Launch(steps, loaded, params, num_pointers)
 
     def may_overlap(self, pointers) -> bool:
         """Whether the addresses that a written array spans meet those of another; check_overlap tells if they share any."""

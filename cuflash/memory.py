@@ -23,6 +23,15 @@ def alignment(view: View) -> int:
     return bits & -bits
 
 
+MAX_TMA_STRIDE = 2**40              # bytes
+
+
+def tma_addressable(view: View) -> bool:
+    """Whether a tensor map (tma.py) can describe the array."""
+    strides = [stride * ITEMSIZE[view.dtype] for size, stride in zip(view.shape[:3], view.strides[:3]) if size > 1]
+    return alignment(view) == 16 and all(0 <= stride < MAX_TMA_STRIDE for stride in strides)
+
+
 def byte_extent(view: View) -> tuple[int, int]:
     """First and past-the-last byte that a view reaches, counted from its pointer."""
     if 0 in view.shape:

@@ -145,7 +145,7 @@ DEV int buffer_of(int tile, int chunk) { return (tile * kChunks + chunk) & 1; }
 
 // A lane takes a row: writes to shared memory are then neighbours.
 DEV void load_q(SharedStorage& s, const Head& seq, const FwdParams& p, int first_row) {
-  constexpr int kCount = kBlockM * (kHeadDim / kLoad), kBatch = 8;     // kBatch loads in flight
+  constexpr int kCount = kBlockM * (kHeadDim / kLoad), kBatch = 16;    // kBatch loads in flight
   #pragma unroll 1
   for (int at = threadIdx.x; at < kCount; at += kBatch * kThreads) {
     Vec<Element, kLoad> x[kBatch];
@@ -194,7 +194,7 @@ DEV const R* next_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, i
 
 // S += Q K^T over the columns of one chunk. All pointers are the lane's own.
 DEV void multiply_qk(R (&rS)[kRows][kKeys], const R* sQ, const R* sK) {
-  #pragma unroll (kVec / 2)
+  #pragma unroll (kVec * kVec / 4)
   for (int d = 0; d < kChunkK; d += kVec) {
     Vec<R, kVec> k[kKeys];
     #pragma unroll
@@ -205,7 +205,8 @@ DEV void multiply_qk(R (&rS)[kRows][kKeys], const R* sQ, const R* sK) {
       load_column(q, sQ + (d + e) * kGroupRows);
       #pragma unroll
       for (int n = 0; n < kRows * kKeys; n++) {
-        const int j = turn(n / kRows, kKeys, e), i = row_turn(n % kRows, kRows, n / kRows, e % 2);
+        // Keys always in this order, rows turning at the parity that compiles to the fewest collisions of register banks.
+        const int j = n / kRows, i = row_turn(n % kRows, kRows, j, 1 - e % 2);
         rS[i][j] = fma(q[i], k[j].x[e], rS[i][j]);
       }
     }
@@ -326,29 +327,37 @@ DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Head& seq, cons
     if (kGroup > 1 && lane_n(threadIdx.x) == 0) s.sRows[warp][first + row_step(i)] = rows.sum[i];
   }
   if (kGroup > 1) __syncthreads();
+  // All rows at once, without branches: row by row each would wait for its own loads and its own division.
+  R sum[kRows], inverse[kRows];
+  #pragma unroll
+  for (int i = 0; i < kRows; i++) {
+    sum[i] = kGroup > 1 ? (R)0 : rows.sum[i];
+    #pragma unroll
+    for (int w = 0; w < kGroup && kGroup > 1; w++) sum[i] += s.sRows[group * kGroup + w][first + row_step(i)];
+    if (kVarlen && first_row + row_step(i) >= seq.seqlen_q) sum[i] = 0;
+    inverse[i] = sum[i] == 0 ? (R)0 : reciprocal(sum[i]);       // no visible key: O is 0
+  }
   Element* gO = seq.gO();
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     const int row = first_row + row_step(i);
     if (row >= seq.rows_q) continue;
     const bool takes_part = !kVarlen || row < seq.seqlen_q;
-    R sum = rows.sum[i];
-    if (kGroup > 1) sum = 0;
-    #pragma unroll
-    for (int w = 0; w < kGroup && kGroup > 1; w++) sum += s.sRows[group * kGroup + w][first + row_step(i)];
-    if (!takes_part) sum = 0;
-    const R inverse = sum == 0 ? (R)0 : 1 / sum;                // no visible key: O is 0
-    if (p.lse && lane_n(threadIdx.x) == 0 && warp % kGroup == 0)
-      seq.gLse()[row] = sum == 0 ? -infinity(R()) : (rows.max[i] + log2(sum)) * (R)0.693147180559945309417;
     #pragma unroll
     for (int c = 0; c < kCols; c += kStore) {
       const int col = first_col + c / kVec * (kLanesN * kVec) + c % kVec;
       Vec<Element, kStore> x;
       #pragma unroll
-      for (int j = 0; j < kStore; j++) from_real(x.x[j], takes_part ? rows.rO[i][c + j] * inverse : (R)0);
+      for (int j = 0; j < kStore; j++) from_real(x.x[j], takes_part ? rows.rO[i][c + j] * inverse[i] : (R)0);
       if (col < p.head_dim_v) *(Vec<Element, kStore>*)(gO + row * p.out_strides.row + col) = x;
     }
   }
+  if (!p.lse || lane_n(threadIdx.x) != 0 || warp % kGroup != 0) return;
+  R* gLse = seq.gLse();
+  #pragma unroll
+  for (int i = 0; i < kRows; i++)
+    if (first_row + row_step(i) < seq.rows_q)
+      gLse[first_row + row_step(i)] = sum[i] == 0 ? -infinity(R()) : (rows.max[i] + log2(sum[i])) * (R)0.693147180559945309417;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(const FwdParams p) {
@@ -416,5 +425,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
     #pragma unroll
     for (int i = 0; i < kRows * kCols; i++) rows.rO[i / kCols][i % kCols] += sum[i / kCols][i % kCols];
   }
-  write_out(rows, s, warp, seq, p, lane_row, lane_col);
+  const u32 thread = thread_index();            // where a lane is, found anew: kept through the loop it would cost registers
+  const int out_warp = uniform(thread / 32), out_row = block_row + out_warp / kGroup * kGroupRows;
+  write_out(rows, s, out_warp, seq, p, out_row + lane_m(thread) * kRowVec, out_warp % kGroup * kWarpCols + lane_n(thread) * kVec);
 }

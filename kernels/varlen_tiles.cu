@@ -106,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) varlen_tiles(const FwdPar
   if (threadIdx.x == 0) {
     const u32 listed = min((u32)num_tiles, (u32)max_tiles);
     p.tiles[0] = listed;
+    p.tiles[2] = 0;
     p.tiles[1] = kByLevel ? min((u32)s.num_long, listed) : listed;
   }
 

@@ -30,13 +30,20 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-TAKES = {"cpu": tuple(DTYPES), "simt": tuple(DTYPES), "sm80": ("float16", "bfloat16")}
+TAKES = {
+    "cpu": tuple(DTYPES),
+    "simt": tuple(DTYPES),
+    "sm80": ("float16", "bfloat16"),
+    "sm90": ("float16", "bfloat16"),  # the forward alone, of arrays that TMA can address
+}
+# Marks of a tier's tests. `compute_capability` is the only one that they run on: tests/gpu/conftest.py skips them elsewhere.
+MARKS = {
+    "simt": pytest.mark.gpu,
+    "sm80": pytest.mark.gpu,
+    "sm90": pytest.mark.gpu(compute_capability=(9, 0)),
+}
 POISON = 0xFF  # in every byte: NaN as float16, bfloat16, float32 and float64
 BAND = 1024  # bytes of poison on both sides of an array; keeps its alignment
-
-# What a test of every kernel needs, where each combination of options is a kernel to compile.
-TIERS = pytest.mark.parametrize("tier", ["simt", "sm80"])
-FEW = ("cpu-float32", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16")
 
 # Sizes around the tiles of 16, 32, 64 and 128 rows or keys.
 EDGES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193)
@@ -51,14 +58,24 @@ def on(*backends, dtypes=tuple(DTYPES)):
 
 def on_pairs(*pairs):
     """Parameters `backend, dtype` for each pair of them, "sm80-float16"."""
+    pairs = [(pair, *pair.split("-")) for pair in pairs]
     return pytest.mark.parametrize(
         "backend, dtype",
-        [
-            pytest.param(*pair.split("-"), id=pair, marks=() if pair.startswith("cpu") else pytest.mark.gpu)
-            for pair in pairs
-        ],
+        [pytest.param(name, dtype, id=pair, marks=MARKS.get(name, ())) for pair, name, dtype in pairs],
         indirect=["backend"],
     )
+
+
+def on_tiers(*tiers):
+    """Parameter `tier`: each of them."""
+    return pytest.mark.parametrize("tier", [pytest.param(tier, marks=MARKS[tier]) for tier in tiers])
+
+
+# What a test of every kernel needs, where each combination of options is a kernel to compile: of a forward, of a backward.
+TIERS = on_tiers("simt", "sm80", "sm90")
+BACKWARD_TIERS = on_tiers("simt", "sm80")
+BACKWARD_FEW = ("cpu-float32", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16")
+FEW = (*BACKWARD_FEW, "sm90-float16", "sm90-bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -261,6 +278,28 @@ class Layout:
 
 
 PLAIN = Layout()
+
+
+def is_taken(backend, *arrays, layouts=PLAIN) -> bool:
+    """Whether the backend's tier takes q, k and v that lie in memory so. TMA wants addresses and strides that 16 bytes divide,
+    and none of the strides below 0."""
+    if backend.tier != "sm90":
+        return True
+    layouts = (layouts,) * len(arrays) if isinstance(layouts, Layout) else layouts
+    for x, layout in zip(arrays, layouts, strict=True):
+        strides, start, _ = layout.strides(x.shape)
+        strides = [stride for stride, size in zip(strides[:-1], x.shape[:-1], strict=True) if size > 1]
+        places = [layout.base + start * x.itemsize, *(stride * x.itemsize for stride in strides)]
+        if any(stride < 0 for stride in strides) or any(place % 16 for place in places):
+            return False
+    return True
+
+
+def fitting(backend, *arrays) -> tuple[Layout, ...]:
+    """The plainest layouts that the backend's tier takes: for TMA rows begin where 16 bytes divide the address."""
+    return tuple(
+        PLAIN if is_taken(backend, x) else Layout(pad=(0, 0, 0, -x.shape[-1] % (16 // x.itemsize))) for x in arrays
+    )
 
 
 class Placed:

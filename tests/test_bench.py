@@ -1030,19 +1030,26 @@ def test_what_cuflash_compiles_is_known_ahead(monkeypatch):
     table = cases.suite("forward", head_dims=[64, 128], seqlens=[2048, 16384])
     run.compile_ahead(table, ["cuflash", "unfused"], 0, jobs=3)
     variants = [variant for work in started for variant in work]
-    assert len(started) == 3 and len(variants) == 4 and {variant[0] for variant in variants} == {"fwd_sm80"}
+    assert len(started) == 3 and len(variants) == 4
+    assert {(kernel, arch) for kernel, _, arch in variants} == {("fwd_sm90", "sm_90a")}
     _, chosen = run.choice_of(table[0], "cuflash", 0)
     assert [
         chosen.kernel,
         [list(pair) for pair in launch.kernel_constants(chosen).items()],
-        "sm_90",
+        "sm_90a",
     ] in variants
+    # A forced tier is compiled for the arch of its own.
+    started.clear()
+    run.compile_ahead(table, ["cuflash/sm80", "cuflash/sm90"], 0, jobs=3)
+    archs = {(kernel, arch) for work in started for kernel, _, arch in work}
+    assert archs == {("fwd_sm80", "sm_90"), ("fwd_sm90", "sm_90a")}
     # What surrounds the kernel is compiled too, and the forward that comes first.
     started.clear()
     (case,) = cases.suite("backward", head_dims=[64], seqlens=[2048], causal=True)
     run.compile_ahead([case, cases.packed("test", "bfloat16", (5, 6), 2, 64)], ["cuflash", "cuflash-deterministic"], 0)
-    kernels = sorted({variant[0] for work in started for variant in work})
-    assert kernels == ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80", "varlen_tiles"]
+    archs = {kernel: arch for work in started for kernel, _, arch in work}
+    assert sorted(archs) == ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm90", "varlen_tiles"]
+    assert archs.pop("fwd_sm90") == "sm_90a" and set(archs.values()) == {"sm_90"}
     deterministic = {
         dict(run.choice_of(case, name, 0)[1].constants)["DETERMINISTIC"] for name in ("cuflash", "cuflash-deterministic")
     }
@@ -1050,6 +1057,32 @@ def test_what_cuflash_compiles_is_known_ahead(monkeypatch):
     assert not run.compile_ahead(
         table[:1], ["cuflash"], 0
     )  # one variant compiles just as well when it is called
+
+
+@pytest.mark.parametrize("name, kernel, arch", [("cuflash", "fwd_sm90", "sm_90a"), ("cuflash/sm80", "fwd_sm80", "sm_90")])
+def test_the_record_has_the_kernel_as_it_was_compiled(monkeypatch, name, kernel, arch):
+    monkeypatch.setattr(launch, "device_of", lambda index: config.DEVICES["sm_90"])
+    monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
+    asked = []
+
+    def build(*variant):
+        asked.append(variant)
+        return types.SimpleNamespace(registers=128, spill_bytes=4)
+
+    monkeypatch.setattr(jit, "build", build)
+    (case,) = cases.suite("forward", head_dims=[128], seqlens=[2048], causal=True)
+    found = run.Bench([name], device_id=0)._config(case, name)
+    _, chosen = run.choice_of(case, name, 0)
+    assert asked == [(kernel, launch.kernel_constants(chosen), arch)]
+    assert found == {
+        "kernel": kernel,
+        "block_m": chosen.block_m,
+        "block_n": chosen.block_n,
+        "threads": chosen.threads,
+        "smem_bytes": chosen.smem_bytes,
+        "registers": 128,
+        "spill_bytes": 4,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import types
 
 import numpy as np
 import pytest
+from test_tma import MadeUpDriver, pointers_of
 
 import cuflash
-from cuflash import arrays, config, jit, launch
+from cuflash import arrays, config, jit, launch, tma
 
 cupy = pytest.importorskip("cupy", reason="no CuPy")
 
@@ -29,10 +30,12 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class Gpu:
-    """The made-up one: arrays, and what was launched and allocated."""
+    """The made-up one: arrays, and what was launched, allocated and set to 0 (pointer, bytes)."""
 
-    def __init__(self):
-        self.launches, self.kernels, self.allocated, self.freed = [], [], [], []
+    def __init__(self, arch: str):
+        self.arch, self.forward = arch, {"sm_80": "fwd_sm80", "sm_90": "fwd_sm90"}[arch]
+        self.launches, self.kernels, self.allocated, self.freed, self.cleared = [], [], [], [], []
+        self.maps, self.launched_maps = MadeUpDriver(), []
         self.capturing, self.next = False, 1 << 32
 
     def array(self, shape, dtype="float16", device=0, offset=0):
@@ -49,8 +52,16 @@ class Gpu:
         address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
         data = (ctypes.c_char * layout.itemsize).from_address(address)
         self.launches.append((kernel, np.frombuffer(bytes(data), layout)[0]))
+        if kernel == "fwd_sm90":
+            size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
+            self.launched_maps = pointers_of(ctypes.string_at(address + launch.TENSOR_MAPS_OFFSET, size))
+
+    def memset(self, pointer, value, num_bytes, stream):
+        assert (value, stream) == (0, 7)
+        self.cleared.append((pointer, num_bytes))
 
     def load(self, kernel, constants, arch, device_id, smem_bytes, *, stream):
+        assert arch == self.arch + "a" * (kernel == "fwd_sm90")
         self.kernels.append(kernel)
         return types.SimpleNamespace(function=len(self.kernels) - 1, registers=64)
 
@@ -59,12 +70,19 @@ class Gpu:
         launches, self.launches = dict(self.launches), []
         return launches
 
+    def scratch(self):
+        """(address, bytes) of the one scratch array since the last time."""
+        (found,) = self.allocated
+        self.allocated.clear()
+        return found
 
-@pytest.fixture
-def gpu(monkeypatch):
-    from cupy_backends.cuda.api import driver
 
-    made = Gpu()
+@pytest.fixture(params=["sm_80", "sm_90"])
+def gpu(request, monkeypatch):
+    """Where a forward runs on sm80, and where on sm90 with gradients on sm80."""
+    from cupy_backends.cuda.api import driver, runtime
+
+    made = Gpu(request.param)
     attention = importlib.import_module("cuflash.attention")
 
     class Device(contextlib.nullcontext):
@@ -83,8 +101,10 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(driver, "launchKernel", made.launch_kernel)
     monkeypatch.setattr(jit, "load", made.load)
-    monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
-    monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES["sm_90"])
+    monkeypatch.setattr(runtime, "memsetAsync", made.memset)
+    monkeypatch.setattr(tma, "_driver", lambda: made.maps)
+    monkeypatch.setattr(jit, "arch_for", lambda capability: made.arch)
+    monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES[made.arch])
     monkeypatch.setattr(attention, "_prepared", attention._Prepared())
     monkeypatch.setattr(attention, "_current_device", lambda: 0)
     monkeypatch.setattr(attention, "check_driver", lambda: None)
@@ -112,13 +132,82 @@ def addresses(*given):
 
 def test_a_dense_forward(gpu):
     q, k, v = gpu.arrays("q", "k", "v")
-    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
     ((kernel, record),) = gpu.taken().items()
-    assert kernel == "fwd_sm80" and pointers(record, "q", "k", "v", "out", "lse") == addresses(
-        q, k, v, out, lse
-    )
-    assert pointers(record, *LENGTHS, "tiles") == [0] * 5 and gpu.allocated == []
+    assert kernel == gpu.forward
+    assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k, v, out, lse)
+    assert pointers(record, *LENGTHS, "tiles") == [0] * 5 and gpu.allocated == gpu.cleared == []
     assert (out.shape, lse.shape, lse.dtype) == (SHAPES["out"], SHAPES["lse"], "float32")
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_masked_forward(gpu, return_lse):
+    """On sm90 blocks count the tiles they take: in scratch of this call, which holds anything before."""
+    for _ in range(2):  # prepared by the first
+        q, k, v = gpu.arrays("q", "k", "v")
+        result = cuflash.attention(q, k, v, causal=True, return_lse=return_lse)
+        out, lse = result if return_lse else (result, None)
+        ((kernel, record),) = gpu.taken().items()
+        assert kernel == gpu.forward and pointers(record, "q", "k", "v", "out") == addresses(q, k, v, out)
+        assert pointers(record, "lse", *LENGTHS) == [lse.data.ptr if return_lse else 0, 0, 0, 0, 0]
+        if gpu.arch == "sm_90":
+            scratch, size = gpu.scratch()
+            assert pointers(record, "tiles") == [scratch] and gpu.cleared == [(scratch, 16)] and size >= 16
+            gpu.cleared.clear()
+        else:
+            assert pointers(record, "tiles") == [0] and gpu.allocated == gpu.cleared == []
+    assert len(gpu.kernels) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_tensor_maps_follow_the_arrays_of_each_call(gpu, is_packed, options):
+    shapes = PACKED if is_packed else SHAPES
+    rest = packed(gpu)[0] if is_packed else []
+    function = cuflash.attention_varlen if is_packed else cuflash.attention
+    q, k, v = gpu.arrays("q", "k", "v", shapes=shapes)
+    function(q, k, v, *rest, **options)
+    gpu.taken()
+    if gpu.arch == "sm_80":
+        assert gpu.maps.encoded == []
+        return
+    encoded = len(gpu.maps.encoded)
+    assert encoded == 3 + (not is_packed)
+    for name in "qkv":
+        if name == "k":
+            (k,) = gpu.arrays("k", shapes=shapes)
+        out = function(q, k, v, *rest, **options)
+        (record,) = (record for kernel, record in gpu.taken().items() if kernel == "fwd_sm90")
+        expected = addresses(q, k, v, out)
+        assert pointers(record, "q", "k", "v", "out") == expected
+        assert gpu.launched_maps == (expected if not is_packed else [*expected[:3], 0])
+    assert len(gpu.maps.encoded) == encoded, "a map of arrays that only lie elsewhere is not made again"
+    assert [pointer for _, pointer in gpu.maps.replaced].count(k.data.ptr) == 1
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_arrays_that_tma_cannot_address(gpu, backwards):
+    """Rows that run backwards, and rows of 8-byte alignment."""
+    q, k, v = gpu.arrays("q", "k", "v")
+    if backwards:
+        k = k[:, ::-1]
+    else:
+        k = gpu.array((2, 120, 2, 68))[..., :64]
+    out = cuflash.attention(q, k, v, causal=True)
+    ((kernel, record),) = gpu.taken().items()
+    assert kernel == "fwd_sm80" and pointers(record, "q", "k", "v", "out") == addresses(q, k, v, out)
+    assert gpu.maps.encoded == gpu.allocated == gpu.cleared == []
+    with config.force_tier("sm90"), pytest.raises(NotImplementedError, match="tier sm90: "):
+        cuflash.attention(q, k, v, causal=True)
+
+
+def test_a_forced_hopper_tier_has_no_gradients(gpu):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    (dout,) = gpu.arrays("out")
+    with config.force_tier("sm90"):
+        with pytest.raises(NotImplementedError, match="tier sm90: it has no gradients yet"):
+            cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert gpu.taken() == {}
 
 
 def packed(gpu, dtype="int32", used=False):
@@ -136,8 +225,8 @@ def test_a_packed_forward(gpu, dtype, used):
     lengths, rest = packed(gpu, dtype, used)
     out, lse = cuflash.attention_varlen(q, k, v, *lengths, **rest, causal=True, return_lse=True)
     launches = gpu.taken()
-    assert list(launches) == ["varlen_tiles", "fwd_sm80"]
-    ((scratch, size),) = gpu.allocated
+    assert list(launches) == ["varlen_tiles", gpu.forward] and gpu.cleared == []
+    scratch, size = gpu.scratch()
     for record in launches.values():
         assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k, v, out, lse)
         assert pointers(record, *LENGTHS[:2]) == addresses(*lengths)
@@ -190,7 +279,7 @@ def test_the_pullback_of_a_forward(gpu):
     out, lse, pullback = cuflash.attention_vjp(
         q, k, v, window=(9, 0), softcap=2.0, deterministic=True, return_lse=True
     )
-    forward = gpu.taken()["fwd_sm80"]
+    forward = gpu.taken()[gpu.forward]
     dout, dlse = gpu.arrays("out", "lse")
     for gradient in (None, dlse):
         pullback(dout, gradient)
@@ -232,6 +321,16 @@ def test_scratch_of_a_captured_call_belongs_to_the_graph(gpu):
     gpu.capturing = True
     cuflash.attention_backward(dout, q, k, v, out, lse)
     assert gpu.freed == [gpu.allocated[-1][0]], "freed behind the launches"
+
+
+def test_the_counter_of_a_captured_forward_belongs_to_the_graph(gpu):
+    q, k, v = gpu.arrays("q", "k", "v")
+    cuflash.attention(q, k, v, causal=True)
+    assert gpu.freed == []
+    gpu.capturing = True
+    cuflash.attention(q, k, v, causal=True)
+    assert gpu.freed == ([gpu.allocated[-1][0]] if gpu.arch == "sm_90" else [])
+    assert gpu.cleared == [(scratch, 16) for scratch, _ in gpu.allocated], "each replay counts from 0"
 
 
 def test_lengths_are_read_only_if_asked_to(gpu, monkeypatch):
@@ -340,4 +439,4 @@ def test_other_arrays_go_through_cupy(gpu, monkeypatch):
     with pytest.raises(TypeError, match="dv is not supported for dlpack arrays; got Shared"):
         cuflash.attention_backward(*given, dv=Shared(v))
     out, lse = cuflash.attention(*given[1:4], return_lse=True)
-    assert list(gpu.taken()) == ["fwd_sm80"] and lse.shape == SHAPES["lse"]
+    assert list(gpu.taken()) == [gpu.forward] and lse.shape == SHAPES["lse"]

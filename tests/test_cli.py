@@ -107,7 +107,7 @@ def test_module_and_group():
 
 
 BAD = [
-    (["check", "--tier", "sm70"], 2, "'sm70' is not one of 'sm80', 'simt'"),
+    (["check", "--tier", "sm70"], 2, "'sm70' is not one of 'sm90', 'sm80', 'simt'"),
     (["check", "--dtype", "int8"], 2, "'int8' is not one of"),
     (["check", "--device", "gpu"], 2, "'gpu' is neither the index of a GPU nor 'cpu'"),
     (["check", "--device", "3"], 1, "there is no GPU 3: no NVIDIA driver was found"),
@@ -136,6 +136,8 @@ BAD = [
         1,
         "tier sm80: tensor cores take float16",
     ),
+    (["explain", "--arch", "sm_100", "--tier", "sm90"], 1, "tier sm90: needs compute capability 9.0 (wgmma, TMA)"),
+    (["explain", "--arch", "sm_90", "--backward", "--tier", "sm90"], 1, "tier sm90: it has no gradients yet"),
     (["explain", "--arch", "sm_90", "--seqlen-q", "1000000000", "--batch", "9999"], 1, "split the batch"),
     (["warmup"], 2, "name GPUs with --arch, as in --arch sm_90; none is here"),
     (["warmup", "--arch", "sm_42"], 2, "'sm_42' is not one of sm_60"),
@@ -674,8 +676,10 @@ def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
     )
     rows = [(row["case"], row["dtype"], row["tier"]) for row in read_json(file.read_text())["rows"]]
     tiers = [
+        ("float16", "sm90"),
         ("float16", "sm80"),
         ("float16", "simt"),
+        ("bfloat16", "sm90"),
         ("bfloat16", "sm80"),
         ("bfloat16", "simt"),
         ("float32", "simt"),
@@ -687,16 +691,60 @@ def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
         if case.name in ("seqlen 63 x 65", "transposed", "batch 0")
         for tier in tiers
     ]
-    assert set(forced) == {"sm80", "simt"} and config.forced_tier() is None
+    assert set(forced) == set(config.TIERS) and config.forced_tier() is None
     # Both cases are of one variant in each dtype and tier, and an empty one needs none.
-    assert len(fake_gpu) == len(tiers) and {variant.arch for variant in fake_gpu} == {"sm_90"}
+    assert len(fake_gpu) == len(tiers)
+    archs = {(variant.kernel, variant.arch) for variant in fake_gpu}
+    assert archs == {("fwd_sm90", "sm_90a"), ("fwd_sm80", "sm_90"), ("fwd_simt", "sm_90")}
 
 
-def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu):
-    code, output = run("check", "--case", "packed backward, several", "--dtype", "float16", "--tier", "sm80")
-    assert code == 0 and "packed backward, several" in output
-    kernels = ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80", "varlen_tiles", "varlen_tiles"]
-    assert sorted(variant.kernel for variant in fake_gpu) == kernels
+def test_a_tier_that_refuses_a_layout_has_no_row(fake_gpu, tmp_path):
+    """sm90 takes any out, and what TMA can address."""
+    file = tmp_path / "record.json"
+    cases = ("fused QKV slice", "keys and values of stride 0", "three layouts at once", "transposed")
+    refused = ("rows of 8-byte alignment", "base addresses off by an element", "backwards")
+    words = itertools.chain(*(("--case", name) for name in cases + refused))
+    assert run("check", "--dtype", "float16", *words, "--json", file)[0] == 0
+    rows = {(row["case"], row["tier"]) for row in read_json(file.read_text())["rows"]}
+    expected = {(name, tier) for name, tier in itertools.product(cases + refused, config.TIERS)}
+    expected -= {(name, "sm90") for name in refused}
+    assert {row for row in rows if not row[0].startswith("backward, ")} == expected
+    assert {tier for name, tier in rows if name.startswith("backward, ")} == {"sm80", "simt"}
+
+
+@pytest.mark.parametrize(
+    "args, tiers",
+    [((), ["sm80", "simt"]), (("--tier", "sm80"), ["sm80"]), (("--tier", "sm90", "--tier", "simt"), ["simt"])],
+)
+def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args, tiers):
+    """On a tier that has gradients, and so is the forward before them: a tier is checked by itself."""
+    forced = []
+
+    def attention_varlen(*args, **kwargs):
+        forced.append(config.forced_tier())
+        return cuflash_attention_varlen(*args, **kwargs)
+
+    cuflash_attention_varlen = cuflash.attention_varlen
+    monkeypatch.setattr(cuflash, "attention_varlen", attention_varlen)
+    code, output = run("check", "--case", "packed backward, several", "--dtype", "float16", *args)
+    assert code == 0 and output.count("packed backward, several") == len(tiers)
+    assert list(dict.fromkeys(forced)) == tiers
+    kernels = {kernel: 2 if kernel == "varlen_tiles" else 1 for kernel in ("bwd_cast", "bwd_delta", "varlen_tiles")}
+    of_tiers = {f"{call}_{tier}": 1 for call, tier in itertools.product(("fwd", "bwd"), tiers)}
+    compiled = [variant.kernel for variant in fake_gpu]
+    if len(tiers) == 1:
+        assert {kernel: compiled.count(kernel) for kernel in compiled} == kernels | of_tiers
+    assert {kernel for kernel in compiled if kernel.startswith(("fwd", "bwd_s"))} == set(of_tiers)
+
+
+def test_a_tier_without_gradients_says_so(fake_gpu):
+    code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65", "--dtype", "bfloat16")
+    assert code == 1 and output.splitlines()[-1] == (
+        "Error: no case is left: tier sm90: it has no gradients yet: leave the tier to cuflash, or force sm80"
+    )
+    code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65")
+    assert code == 1 and "float32 would be rounded; tier sm90: tensor cores" in output, "every reason, and once"
+    assert output.count("no gradients yet") == 1 and fake_gpu == []
 
 
 def test_one_tier_and_dtype_of_a_gpu(fake_gpu, tmp_path):
@@ -706,7 +754,13 @@ def test_one_tier_and_dtype_of_a_gpu(fake_gpu, tmp_path):
     assert {row["tier"] for row in record["rows"]} == {"sm80"} and record["environment"]["gpu_index"] == 1
     assert {row["dtype"] for row in record["rows"]} == {"float16", "bfloat16"}
     code, output = run("check", "--tier", "sm80", "--dtype", "float32")
-    assert code == 1 and "no case is left" in output
+    assert code == 1 and output.splitlines()[-1] == (
+        "Error: no case is left: tier sm80: tensor cores take float16 and bfloat16; float32 would be rounded"
+    )
+    file = tmp_path / "hopper.json"
+    assert run("check", "--tier", "sm90", "--case", "causal 1", "--json", file)[0] == 0
+    rows = read_json(file.read_text())["rows"]
+    assert {(row["tier"], row["dtype"]) for row in rows} == {("sm90", "float16"), ("sm90", "bfloat16")}
     code, output = run("check", "--device", 2)
     assert code == 1 and "Error: there is no GPU 2: the GPUs here are 0 to 1" in output
 
@@ -785,14 +839,23 @@ def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
                 problem = builds.packed_problem(
                     row["dtype"], **sizes, **asked, backward=row["call"] == "backward"
                 )
-                assert row["tiers"][feature] == config.choose(problem, device).tier
+                aligned = dataclasses.replace(problem, alignment=16, out_alignment=16, tma=True, out_tma=True)
+                assert row["tiers"][feature] == config.choose(aligned, device).tier
+                if problem.alignment < 16 and feature == "plain":
+                    assert row["tiers"]["any stride"] == config.choose(problem, device).tier
 
 
 def test_info_table(no_gpu):
     _, output = run("info", "--arch", "sm_90a")
     lines = output.splitlines()
     assert any(line.startswith("tiers on H100/H200, compute capability 9.0") for line in lines)
-    assert any(line.split()[:3] == ["bfloat16", "1-256", "sm80"] for line in lines)
+    # A column for each feature: any stride is what TMA cannot address.
+    features = sys.modules["cuflash.cli.info"].FEATURES
+    forward, backward = ([line.split() for line in lines if line.startswith(dtype)] for dtype in ("float16", "bfloat16"))
+    tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["forward"]]
+    assert forward[0] == ["float16", "1-256", *tiers] and backward[0] == ["bfloat16", "1-256", *tiers]
+    gradients = ["sm80"] * len(features["backward"])
+    assert forward[1] == ["float16", "1-256", *gradients] and backward[1] == ["bfloat16", "1-256", *gradients]
     assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
     assert any(line.split()[:2] == ["forward", "head_dim"] and "varlen" in line for line in lines)
     assert any(line.split()[:2] == ["backward", "head_dim"] and "deterministic" in line for line in lines)
@@ -840,8 +903,10 @@ def test_info_with_a_gpu(fake_gpu, monkeypatch, tmp_path):
     [
         ("sm_75", "float16", "fwd_sm80"),
         ("sm_80", "bfloat16", "fwd_sm80"),
-        ("sm_90a", "bfloat16", "fwd_sm80"),
+        ("sm_90a", "bfloat16", "fwd_sm90"),
+        ("sm_90", "float16", "fwd_sm90"),
         ("sm_90", "float32", "fwd_simt"),
+        ("sm_100", "bfloat16", "fwd_sm80"),
         ("sm_120", "float64", "fwd_simt"),
     ],
 )
@@ -865,10 +930,15 @@ def test_explain_without_a_gpu(no_gpu, arch, dtype, kernel):
     )
     record = read_json(output)
     assert code == 0 and record["kernel"] == kernel and record["tier"] == kernel.removeprefix("fwd_")
-    assert record["arch"] == arch.rstrip("a") and record["not_built"] is None
+    assert record["arch"] == ("sm_90a" if kernel == "fwd_sm90" else arch) and record["not_built"] is None
     assert 0 < record["registers"] <= 255 and record["spill_bytes"] >= 0 and record["reasons"]
     assert 0 < record["smem_bytes"] <= record["device"]["smem_optin"]
-    assert record["grid"] == 16 * -(-1000 // record["constants"]["BLOCK_M"])
+    constants = record["constants"]
+    if kernel == "fwd_sm90":  # as many as there are multiprocessors
+        assert record["grid"] == min(132, 16 * -(-1000 // (64 * constants["CONSUMERS"])))
+        assert record["scratch_bytes"] == {"tiles": 16}
+    else:
+        assert record["grid"] == 16 * -(-1000 // constants["BLOCK_M"]) and record["scratch_bytes"] == {}
     assert record["problem"]["window_right"] == 0 and record["problem"]["seqlen_k"] == 1000
 
 
@@ -880,13 +950,15 @@ def test_explain_says_why(no_gpu):
     for text in (
         "bfloat16, batch 1, seqlen 4096 x 4096",
         "window None,16, softcap 30",
-        "kernel     fwd_sm80, tier sm80",
+        "kernel     fwd_sm90, tier sm90",
         "because    block_m = ",
-        "compiled for sm_90",
+        "compiled for sm_90a\n",
         "shared     ",
-        "blocks of ",
-        "constants  BLOCK_M=",
-        "others     simt: takes it too; sm80 comes first",
+        "grid       132 blocks of ",
+        "scratch    tiles 16 bytes",
+        "constants  BLOCK_N=",
+        "others     sm80: takes it too; sm90 comes first",
+        "           simt: takes it too; sm90 comes first",
     ):
         assert text in output, output
 
@@ -894,8 +966,10 @@ def test_explain_says_why(no_gpu):
 @pytest.mark.parametrize(
     "args, kernels, scratch",
     [
-        ((), ["fwd_sm80"], []),
-        (("--varlen",), ["varlen_tiles", "fwd_sm80"], ["tiles"]),
+        ((), ["fwd_sm90"], []),
+        (("--causal",), ["fwd_sm90"], ["tiles"]),
+        (("--causal", "--tier", "sm80"), ["fwd_sm80"], []),
+        (("--varlen",), ["varlen_tiles", "fwd_sm90"], ["tiles"]),
         (("--backward",), ["bwd_delta", "bwd_sm80", "bwd_cast"], ["rows", "dq_sum"]),
         (
             ("--backward", "--deterministic", "--tier", "simt"),
@@ -929,21 +1003,38 @@ def test_explain_says_what_is_launched(no_gpu, no_nvrtc, args, kernels, scratch)
 
 def test_explain_says_why_not(no_gpu):
     _, output = run("explain", "--arch", "sm_90", "--dtype", "float32", "--head-dim", 64)
-    assert "others     sm80: tensor cores take float16 and bfloat16; float32 would be rounded" in output
+    reason = "tensor cores take float16 and bfloat16; float32 would be rounded"
+    assert f"others     sm90: {reason}\n           sm80: {reason}\n" in output
     _, output = run("explain", "--arch", "sm_75", "--dtype", "bfloat16", "--head-dim", 64)
-    assert "others     sm80: bfloat16 tensor cores need compute capability 8.0 or newer" in output
+    assert (
+        "others     sm90: needs compute capability 9.0 (wgmma, TMA)\n"
+        "           sm80: bfloat16 tensor cores need compute capability 8.0 or newer\n"
+    ) in output
     _, output = run("explain", "--arch", "sm_90", "--tier", "simt", "--head-dim", 64)
     assert (
-        "others     sm80: takes it too; simt was forced" in output
+        "others     sm90: takes it too; simt was forced\n           sm80: takes it too; simt was forced\n" in output
         and "kernel     fwd_simt, tier simt" in output
     )
+    _, output = run("explain", "--arch", "sm_90", "--backward", "--head-dim", 64)
+    assert "kernel     bwd_sm80, tier sm80" in output and "others     sm90: it has no gradients yet" in output
 
 
 def test_explain_needs_no_compiler_for_the_choice(no_gpu, no_nvrtc):
     code, output = run("explain", "--arch", "sm_90")
     assert (
-        code == 0 and "registers  unknown: NVRTC was not found." in output and "kernel     fwd_sm80" in output
+        code == 0 and "registers  unknown: NVRTC was not found." in output and "kernel     fwd_sm90" in output
     )
+    assert read_json(run("explain", "--arch", "sm_90", "--json")[1])["arch"] is None
+
+
+def test_explain_says_for_what_it_could_not_be_compiled(no_gpu, monkeypatch):
+    def missing(*variant):
+        raise jit.NvrtcMissing("NVRTC is broken")
+
+    monkeypatch.setattr(jit, "build", missing)
+    record = read_json(run("explain", "--arch", "sm_90", "--json")[1])
+    assert (record["arch"], record["registers"], record["not_built"]) == ("sm_90a", None, "NVRTC is broken")
+    assert read_json(run("explain", "--arch", "sm_90", "--backward", "--json")[1])["arch"] == "sm_90"
 
 
 def test_explain_for_a_gpu_that_nvrtc_does_not_know(no_gpu, monkeypatch):
@@ -957,17 +1048,17 @@ def test_explain_for_a_gpu_that_nvrtc_does_not_know(no_gpu, monkeypatch):
 
 
 def test_explain_a_kernel_that_does_not_compile(no_gpu, monkeypatch):
-    def build(*variant):
-        raise RuntimeError("cannot compile fwd_sm80 for sm_90\na long log")
+    def build(kernel, constants, arch):
+        raise RuntimeError(f"cannot compile {kernel} for {arch}\na long log")
 
     monkeypatch.setattr(jit, "build", build)
-    assert run("explain", "--arch", "sm_90") == (1, "Error: cannot compile fwd_sm80 for sm_90\n")
+    assert run("explain", "--arch", "sm_90") == (1, "Error: cannot compile fwd_sm90 for sm_90a\n")
 
 
 def test_explain_takes_the_gpu_here(fake_gpu, monkeypatch):
     monkeypatch.setattr(jit, "build", lambda *variant: jit.Built("", b"", None, 168, 12, 64, "", 0.1, False))
     code, output = run("explain")
-    assert code == 0 and "registers  168 a thread, 12 bytes of spills, compiled for sm_90" in output
+    assert code == 0 and "registers  168 a thread, 12 bytes of spills, compiled for sm_90a\n" in output
     assert "bytes a block and 64 static" in output
     assert run("explain", "--device", 5)[0] == 1
 
@@ -1047,14 +1138,18 @@ def test_warmup_options_extend(no_gpu, built, tmp_path):
         and chosen(built, "HEAD_DIM_V") == [64, 128]
         and chosen(built, "MASK_LEFT") == [1]
     )
-    assert chosen(built, "SCORE") == [0, 1, 2] and {variant.arch for variant in built} == {"sm_80", "sm_90"}
+    assert chosen(built, "SCORE") == [0, 1, 2]
+    archs = {("fwd_sm80", "sm_80"), ("fwd_simt", "sm_80"), ("fwd_sm90", "sm_90a"), ("fwd_simt", "sm_90")}
+    assert {(variant.kernel, variant.arch) for variant in built} == archs
 
 
-def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path):
+@pytest.mark.parametrize("is_hopper", [False, True])
+def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path, is_hopper):
+    fwd = "fwd_sm90" if is_hopper else "fwd_sm80"
     one = (
         "warmup",
         "--arch",
-        "sm_90",
+        "sm_90" if is_hopper else "sm_80",
         "--dtype",
         "bfloat16",
         "--head-dim",
@@ -1070,11 +1165,12 @@ def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path):
         assert run(*one, *args)[0] == 0
         kernels[args] = [variant.kernel for variant in built]
     forward, varlen, backward, everything = kernels.values()
-    # Dense; packed, and packed of short sequences, whose tiles are others.
-    assert forward == ["fwd_sm80"] and sorted(varlen) == ["fwd_sm80"] * 3 + ["varlen_tiles"] * 2
-    assert sorted(backward) == ["bwd_cast", "bwd_delta", "bwd_sm80", "fwd_sm80"]
+    # Dense; packed, on sm80 also of short sequences, whose tiles are others.
+    more = not is_hopper
+    assert forward == [fwd] and sorted(varlen) == [fwd] * (2 + more) + ["varlen_tiles"] * (1 + more)
+    assert sorted(backward) == ["bwd_cast", "bwd_delta", "bwd_sm80", fwd]
     # Dense and packed, deterministic or not; the tiles of queries and those of keys.
-    counts = {"bwd_cast": 2, "bwd_delta": 4, "bwd_sm80": 4, "fwd_sm80": 3, "varlen_tiles": 3}
+    counts = {"bwd_cast": 2, "bwd_delta": 4, "bwd_sm80": 4, fwd: 2 + more, "varlen_tiles": 2 + more}
     assert {kernel: everything.count(kernel) for kernel in everything} == counts
 
 

@@ -10,8 +10,9 @@ import types
 
 import numpy as np
 import pytest
+from test_tma import MadeUpDriver, pointers_of
 
-from cuflash import config, jit, launch
+from cuflash import config, jit, launch, tma
 from cuflash import problem as problem_module
 from cuflash.arrays import View
 from cuflash.config import (
@@ -42,6 +43,13 @@ def backward(dtype="float16", head_dim=64, head_dim_v=None, **changes) -> Backwa
 
 
 BOTH = pytest.mark.parametrize("problem_of", [problem, backward], ids=["forward", "backward"])
+# Each with the tiers that have it.
+WITH_TIERS = [*itertools.product([problem], TIERS), *itertools.product([backward], ("sm80", "simt"))]
+
+
+def each_config(stated: Problem) -> list[Config]:
+    """On each tier that takes it on an H200."""
+    return [choose(stated, H200, tier) for tier in TIERS if refusal(tier, stated, H200) is None]
 
 
 def limited(device: Device, kib: int) -> Device:
@@ -51,19 +59,33 @@ def limited(device: Device, kib: int) -> Device:
 def assert_sound(made: Config, stated: Problem, device: Device) -> None:
     """What must hold for any config, whoever chose its numbers."""
     constants, is_backward = dict(made.constants), isinstance(stated, BackwardProblem)
+    is_hopper = made.tier == "sm90"
     assert made.tier in TIERS and made.kernel == f"{'bwd' if is_backward else 'fwd'}_{made.tier}"
     assert (jit.kernels_dir() / f"{made.kernel}.cu").is_file()
     assert made.constants == tuple(sorted(made.constants)), "one spelling of the same constants"
     assert all(type(value) is int for value in constants.values())
     assert 0 < made.smem_bytes <= device.smem_optin
     assert constants["SMEM_BYTES"] == made.smem_bytes
-    assert made.threads == 32 * constants["WARPS"] and made.threads <= 1024
-    assert (made.block_m, made.block_n) == (constants["BLOCK_M"], constants["BLOCK_N"])
-    # Another block next to it must have room: its own memory and what the driver takes of each.
-    blocks = constants["MIN_BLOCKS"]
-    assert blocks >= 1 and (blocks == 1 or blocks * (made.smem_bytes + 1024) <= device.smem_optin + 1024)
+    assert made.threads <= 1024 and made.block_n == constants["BLOCK_N"]
+    if is_hopper:
+        # A warpgroup loads, and each of the others has the 64 rows of one wgmma; keys are 16 at a time.
+        assert made.threads == 128 * (1 + constants["CONSUMERS"]) and made.block_m == 64 * constants["CONSUMERS"]
+        assert made.block_n % 16 == 0 and made.block_n <= 256
+        # A block stays on its multiprocessor: no more than there are, and a counter where tiles take different time.
+        is_even = stated.window_left is None and stated.window_right is None and not stated.varlen
+        assert made.max_blocks == device.num_sms and made.counts_tiles == (not is_even)
+        assert stated.alignment == 16 and stated.tma
+        assert constants["TMA_OUT"] <= (stated.out_alignment == 16 and stated.out_tma and not stated.varlen)
+    else:
+        assert made.threads == 32 * constants["WARPS"] and made.block_m == constants["BLOCK_M"]
+        # Another block next to it must have room: its own memory and what the driver takes of each.
+        blocks = constants["MIN_BLOCKS"]
+        assert blocks >= 1 and (blocks == 1 or blocks * (made.smem_bytes + 1024) <= device.smem_optin + 1024)
+        assert constants["VEC_BYTES"] <= stated.alignment
+        assert made.max_blocks == 0 and not made.counts_tiles
     assert constants["HEAD_DIM"] >= stated.head_dim and constants["HEAD_DIM_V"] >= stated.head_dim_v
-    assert constants["VEC_BYTES"] <= stated.alignment and constants["OUT_VEC_BYTES"] <= stated.out_alignment
+    assert constants["OUT_VEC_BYTES"] <= stated.out_alignment
+    assert made.is_accelerated == is_hopper
     assert 1 <= made.heads_in_group <= stated.batch * (stated.heads_k if is_backward else stated.heads_q)
     assert constants["VARLEN"] == stated.varlen and constants.get("DETERMINISTIC", 0) == getattr(
         stated, "deterministic", 0
@@ -108,6 +130,8 @@ def test_tensor_cores_are_used_where_they_are(arch):
     for dtype in DTYPES:
         for head_dim in HEAD_DIMS:
             expected = "sm80" if dtype == "float16" or dtype == "bfloat16" and arch != "sm_75" else "simt"
+            if expected == "sm80" and arch == "sm_90":
+                expected = "sm90"
             assert choose(problem(dtype, head_dim), DEVICES[arch]).tier == expected, (dtype, head_dim)
             expected = "sm80" if dtype in ("float16", "bfloat16") and arch != "sm_75" else "simt"
             assert choose(backward(dtype, head_dim), DEVICES[arch]).tier == expected, (
@@ -120,16 +144,45 @@ def test_tensor_cores_are_used_where_they_are(arch):
 def test_older_gpus_get_plain_arithmetic(arch):
     for dtype, problem_of in itertools.product(DTYPES, (problem, backward)):
         made = choose(problem_of(dtype), DEVICES[arch])
-        assert made.tier == "simt" and made.refused[0][0] == "sm80"
+        assert made.tier == "simt" and [tier for tier, _ in made.refused] == ["sm90", "sm80"]
 
 
-@pytest.mark.parametrize("capability", [(8, 7), (9, 0), (10, 3), (12, 1), (13, 7), (20, 0)])
+@pytest.mark.parametrize("capability", [(8, 7), (9, 0), (9, 1), (10, 3), (12, 1), (13, 7), (20, 0)])
 def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
+    """wgmma is of 9.0 alone: neither of its successors nor of another of its major version."""
     for dtype, problem_of in itertools.product(("float16", "bfloat16"), (problem, backward)):
         made = choose(
             problem_of(dtype), dataclasses.replace(H200, compute_capability=capability, name="unheard of")
         )
-        assert made.tier == "sm80" and made.refused == ()
+        if capability == (9, 0) and problem_of is problem:
+            assert made.tier == "sm90" and made.refused == ()
+        else:
+            assert made.tier == "sm80" and [tier for tier, _ in made.refused] == ["sm90"]
+
+
+@pytest.mark.parametrize("change", [dict(alignment=8), dict(alignment=2), dict(tma=False)], ids=str)
+@pytest.mark.parametrize("varlen", [False, True])
+def test_arrays_that_tma_cannot_address_go_to_the_next_tier(change, varlen):
+    for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
+        stated = problem(dtype, head_dim, varlen=varlen, **change)
+        made = choose(stated, H200)
+        assert_sound(made, stated, H200)
+        ((tier, reason),) = made.refused
+        assert (made.tier, tier) == ("sm80", "sm90") and reason.startswith("TMA cannot address q, k and v: ")
+        assert dataclasses.replace(made, refused=()) == choose(stated, H200, "sm80")
+        with pytest.raises(NotImplementedError, match="tier sm90: TMA cannot address q, k and v: "):
+            choose(stated, H200, "sm90")
+
+
+@pytest.mark.parametrize("change", [dict(out_alignment=8), dict(out_alignment=2), dict(out_tma=False)], ids=str)
+def test_any_out_is_written_by_the_hopper_forward(change):
+    for head_dim, head_dim_v in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), *UNEQUAL):
+        stated = problem("float16", head_dim, head_dim_v, **change)
+        made = choose(stated, H200)
+        assert_sound(made, stated, H200)
+        assert made.tier == "sm90" and dict(made.constants)["TMA_OUT"] == 0
+        plain = dict(choose(problem("float16", head_dim, head_dim_v), H200).constants)
+        assert plain["TMA_OUT"] == (head_dim_v % 8 == 0) and plain["OUT_VEC_BYTES"] == 16
 
 
 def test_the_name_of_a_gpu_decides_nothing():
@@ -141,8 +194,7 @@ def test_the_name_of_a_gpu_decides_nothing():
 # What a variant depends on
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@BOTH
+@pytest.mark.parametrize("problem_of, tier", WITH_TIERS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_variant_serves_all_sizes_and_scales(problem_of, tier):
     """One compile a model, not one a batch: sizes, heads and the values of scale, cap and window are data."""
     base = problem_of(window_right=3, softcap=5.0)
@@ -169,24 +221,29 @@ def variants_of(stated, tier):
     return [(kernel.kernel, kernel.constants) for kernel in kernels_of(stated, choose(stated, H200, tier))]
 
 
-@pytest.mark.parametrize("tier", TIERS)
+COMPILED_FOR = [
+    dict(dtype="bfloat16"),
+    dict(head_dim=128, head_dim_v=128),
+    dict(head_dim_v=128),
+    dict(window_left=3),
+    dict(window_right=3),
+    dict(softcap=5.0),
+    dict(softmax_scale=0.0),
+    dict(softmax_scale=-0.125),
+    dict(out_alignment=2),
+    dict(varlen=True),
+]
+
+
 @pytest.mark.parametrize(
-    "change",
+    "problem_of, tier, change",
     [
-        dict(dtype="bfloat16"),
-        dict(head_dim=128, head_dim_v=128),
-        dict(head_dim_v=128),
-        dict(window_left=3),
-        dict(window_right=3),
-        dict(softcap=5.0),
-        dict(softmax_scale=0.0),
-        dict(softmax_scale=-0.125),
-        dict(alignment=2),
-        dict(varlen=True),
+        *((problem_of, tier, change) for problem_of, tier in WITH_TIERS for change in COMPILED_FOR),
+        *((problem_of, tier, dict(alignment=2)) for problem_of, tier in WITH_TIERS if tier != "sm90"),
+        (problem, "sm90", dict(out_tma=False)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@BOTH
 def test_what_the_kernel_is_compiled_for_changes_the_variant(problem_of, tier, change):
     base = problem_of()
     assert (
@@ -236,9 +293,8 @@ def test_sequences_of_a_packed_batch_share_their_heads():
 
 
 def test_no_keys_at_all():
-    for tier in TIERS:
-        assert choose(problem(seqlen_k=0), H200, tier).heads_in_group == 16
-        assert choose(backward(seqlen_q=0, seqlen_k=0), H200, tier).heads_in_group == 4
+    assert [made.heads_in_group for made in each_config(problem(seqlen_k=0))] == [16, 16, 16]
+    assert [made.heads_in_group for made in each_config(backward(seqlen_q=0, seqlen_k=0))] == [4, 4]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -284,11 +340,27 @@ def test_no_keys_at_all():
             limited(H200, 64),
             "tier sm80: no tile for head_dim 64 and 64 fits the 65536 bytes",
         ),
+        (
+            problem("float32"),
+            H200,
+            "tier sm90: tensor cores take float16 and bfloat16; float32 would be rounded",
+        ),
+        (problem("float16"), DEVICES["sm_89"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
+        (problem("bfloat16"), DEVICES["sm_100"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
+        (
+            problem("float16", alignment=8),
+            H200,
+            "tier sm90: TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, "
+            "and strides neither negative nor 1 TiB or more",
+        ),
+        (problem("float16", tma=False), H200, "tier sm90: TMA cannot address q, k and v: "),
+        (backward("float16"), H200, "tier sm90: it has no gradients yet: leave the tier to cuflash, or force sm80"),
+        (backward("float16"), DEVICES["sm_80"], "tier sm90: it has no gradients yet"),
     ],
 )
 def test_a_forced_tier_says_why_it_refuses(stated, device, message):
     with pytest.raises(NotImplementedError, match=message):
-        choose(stated, device, "sm80")
+        choose(stated, device, message[5:9])
 
 
 @BOTH
@@ -300,8 +372,8 @@ def test_all_tiers_refusing_are_all_named(problem_of):
 
 
 def test_an_unknown_tier():
-    for name in ("sm90", "fwd_simt", "", "SIMT"):
-        with pytest.raises(ValueError, match=f"tier must be one of sm80, simt; got '{name}'"):
+    for name in ("sm100", "fwd_simt", "", "SIMT"):
+        with pytest.raises(ValueError, match=f"tier must be one of sm90, sm80, simt; got '{name}'"):
             choose(problem(), H200, name)
 
 
@@ -344,17 +416,19 @@ def test_the_environment_forces_a_tier(value, expected):
 
 
 def test_the_grid_covers_every_row_of_every_head():
-    for tier, size in itertools.product(TIERS, (1, 127, 128, 129, 1000)):
+    for size in (1, 127, 128, 129, 191, 193, 1000, 100_000):
         stated = problem(seqlen_q=size)
-        made = choose(stated, H200, tier)
-        tiles = launch.num_tiles(stated, made)
-        assert (tiles - 1) * made.block_m < size <= tiles * made.block_m
-        assert launch.grid_of(stated, made) == tiles * stated.batch * stated.heads_q
+        for made in each_config(stated):
+            tiles = launch.num_tiles(stated, made)
+            assert (tiles - 1) * made.block_m < size <= tiles * made.block_m
+            blocks = tiles * stated.batch * stated.heads_q
+            # Blocks of sm90 stay on their multiprocessors, of which there are 132.
+            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
         stated = backward(seqlen_k=size)
-        made = choose(stated, H200, tier)
-        tiles = launch.num_tiles(stated, made)
-        assert (tiles - 1) * made.block_n < size <= tiles * made.block_n
-        assert launch.grid_of(stated, made) == tiles * stated.batch * stated.heads_k
+        for made in each_config(stated):
+            tiles = launch.num_tiles(stated, made)
+            assert (tiles - 1) * made.block_n < size <= tiles * made.block_n
+            assert launch.grid_of(stated, made) == tiles * stated.batch * stated.heads_k
 
 
 @pytest.mark.parametrize(
@@ -364,16 +438,17 @@ def test_the_grid_covers_every_row_of_every_head():
 def test_the_tiles_of_a_packed_batch_fit_the_list(lengths, uncovered):
     total = sum(lengths) + uncovered
     sizes = dict(varlen=True, batch=len(lengths), seqlen_q=total, seqlen_k=total)
-    for tier, stated in itertools.product(TIERS, (problem(**sizes), backward(deterministic=True, **sizes))):
-        made = choose(stated, H200, tier)
-        block, heads = (made.block_n, 2) if stated.__class__ is BackwardProblem else (made.block_m, 8)
-        tiles = sum(-(-rows // block) for rows in (*lengths, uncovered))
-        assert tiles <= launch.num_tiles(stated, made)
-        assert launch.grid_of(stated, made) == launch.num_tiles(stated, made) * heads
-        # A header of two, pairs, and the histogram of as many levels as kernels/varlen_tiles.cu counts.
-        levels = total // block + 2
-        words = 2 + 2 * launch.num_tiles(stated, made) + levels
-        assert launch.scratch_of(stated, made)["tiles"] >= 4 * words
+    for stated in (problem(**sizes), backward(deterministic=True, **sizes)):
+        for made in each_config(stated):
+            block, heads = (made.block_n, 2) if stated.__class__ is BackwardProblem else (made.block_m, 8)
+            tiles = sum(-(-rows // block) for rows in (*lengths, uncovered))
+            assert tiles <= launch.num_tiles(stated, made)
+            blocks = launch.num_tiles(stated, made) * heads
+            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
+            # A header of four words, eight for a tile, and the histogram of as many levels as kernels/varlen_tiles.cu counts.
+            levels = total // block + 2
+            words = 4 + 8 * launch.num_tiles(stated, made) + levels
+            assert launch.scratch_of(stated, made)["tiles"] >= 4 * words
 
 
 def test_a_grid_that_one_launch_cannot_hold():
@@ -383,8 +458,11 @@ def test_a_grid_that_one_launch_cannot_hold():
         match="batch .* heads .* query tiles must be at most 2147483647; got 65536 .* 65536 .* 1: split",
     ):
         launch.grid_of(stated, choose(stated, H200))
+    for made in each_config(stated):  # however few blocks take them
+        with pytest.raises(ValueError, match="query tiles must be at most 2147483647"):
+            launch.grid_of(stated, made)
     stated = problem(batch=65536, heads_q=32767, seqlen_q=1)
-    assert launch.grid_of(stated, choose(stated, H200)) == 65536 * 32767
+    assert [launch.grid_of(stated, made) for made in each_config(stated)] == [132, 65536 * 32767, 65536 * 32767]
     stated = backward(batch=65536, heads_k=65536, heads_q=65536, seqlen_k=1)
     with pytest.raises(
         ValueError, match="key tiles must be at most 2147483647; got 65536 .* 65536 .* 1: split the batch"
@@ -402,11 +480,27 @@ def launched(stated, tier=None):
 
 
 def test_the_launches_of_a_call_in_their_order():
-    assert list(launched(problem())) == ["fwd_sm80"]
-    assert list(launched(problem(varlen=True))) == ["varlen_tiles", "fwd_sm80"]
+    assert list(launched(problem())) == ["fwd_sm90"] and list(launched(problem(), "sm80")) == ["fwd_sm80"]
+    assert list(launched(problem(varlen=True))) == ["varlen_tiles", "fwd_sm90"]
+    assert list(launched(problem(varlen=True, alignment=4))) == ["varlen_tiles", "fwd_sm80"]
     assert list(launched(backward(), "simt")) == ["bwd_delta", "bwd_simt", "bwd_cast"]
     assert list(launched(backward(varlen=True))) == ["varlen_tiles", "bwd_delta", "bwd_sm80", "bwd_cast"]
     assert launched(problem(varlen=True))["varlen_tiles"] == 1
+
+
+def test_only_the_hopper_forward_has_an_arch_of_its_own():
+    calls = [
+        (stated, made)
+        for problem_of, varlen in itertools.product((problem, backward), (False, True))
+        for stated in (problem_of(varlen=varlen),)
+        for made in each_config(stated)
+    ]
+    archs = {
+        kernel.kernel: launch.arch_of(kernel, "sm_90") for stated, made in calls for kernel in kernels_of(stated, made)
+    }
+    assert archs.pop("fwd_sm90") == "sm_90a"
+    assert set(archs.values()) == {"sm_90"} and {"varlen_tiles", "fwd_sm80", "bwd_sm80", "fwd_simt"} <= set(archs)
+    assert launch.arch_of(choose(problem(), DEVICES["sm_120"]), "compute_120") == "compute_120"
 
 
 def test_no_kernel_is_launched_without_work():
@@ -458,9 +552,13 @@ def test_scratch_is_what_the_documentation_says(dtype, real, varlen):
     stated = backward(dtype, 80, seqlen_q=1000, varlen=varlen)
     heads = stated.batch_axis * 8
     groups = 1000 // 16 + stated.batch + 1 if varlen else -(-1000 // 16)
-    for tier in ("simt",) if real == 8 or dtype == "float32" else TIERS:
-        made = choose(stated, H200, tier)
-        assert launch.scratch_of(problem(dtype), choose(problem(dtype), H200)) == {}
+    for made in each_config(problem(dtype)):
+        assert launch.scratch_of(problem(dtype), made) == {}
+    for change in (dict(window_right=0), dict(window_left=5)):  # tiles that take different time are counted
+        masked = problem(dtype, **change)
+        for made in each_config(masked):
+            assert launch.scratch_of(masked, made) == ({"tiles": 16} if made.tier == "sm90" else {})
+    for made in each_config(stated):
         sizes = launch.scratch_of(stated, made)
         assert list(sizes) == ["tiles"] * varlen + ["rows", "dq_sum"]
         assert sizes["rows"] == heads * 1000 * 2 * real and sizes["dq_sum"] == heads * groups * 16 * 96 * real
@@ -523,35 +621,52 @@ def test_the_params_of_a_backward_begin_with_those_of_a_forward():
 # Prepared calls, with a driver that is made up
 
 
+class Driver(list):
+    """What is launched: (function, grid, threads, dynamic shared memory, stream, params record).
+
+    ``events``: the names of the launches, and (pointer, value, bytes, stream) of each memset, in order. ``maps``: the driver
+    of tensor maps; ``launched_maps``: what stood behind the params of each launch that has them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.maps, self.launched_maps, self.loaded = [], MadeUpDriver(), [], []
+
+    def load(self, kernel, constants, arch, device_id, smem_bytes, *, stream):
+        self.loaded.append((kernel, arch))
+        return types.SimpleNamespace(function=len(self.loaded) - 1, registers=99)
+
+    def launch_kernel(self, function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
+        kernel = self.loaded[function][0]
+        layout = launch.BWD_PARAMS if "bwd" in kernel else launch.FWD_PARAMS
+        address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
+        record = np.frombuffer(ctypes.string_at(address, layout.itemsize), layout)[0]
+        self.append((kernel, grid, threads, smem, stream, record))
+        self.events.append(kernel)
+        if kernel == "fwd_sm90":
+            size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
+            self.launched_maps.append(ctypes.string_at(address + launch.TENSOR_MAPS_OFFSET, size))
+
+    def memset(self, pointer, value, num_bytes, stream):
+        self.events.append((pointer, value, num_bytes, stream))
+
+
 @pytest.fixture
 def driver(monkeypatch):
-    """What is launched: (function, grid, threads, dynamic shared memory, stream, params record)."""
     from cupy_backends.cuda.api import driver as cuda
+    from cupy_backends.cuda.api import runtime
 
-    launches, names = [], []
-
-    def launch_kernel(function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
-        address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
-        data = (
-            (ctypes.c_char * launch.BWD_PARAMS.itemsize).from_address(address)
-            if "bwd" in names[function]
-            else (ctypes.c_char * launch.FWD_PARAMS.itemsize).from_address(address)
-        )
-        record = launch.BWD_PARAMS if "bwd" in names[function] else launch.FWD_PARAMS
-        launches.append((names[function], grid, threads, smem, stream, np.frombuffer(bytes(data), record)[0]))
-
-    def load(kernel, constants, arch, device_id, smem_bytes, *, stream):
-        names.append(kernel)
-        return types.SimpleNamespace(function=len(names) - 1, registers=99)
-
-    monkeypatch.setattr(cuda, "launchKernel", launch_kernel)
-    monkeypatch.setattr(jit, "load", load)
+    made = Driver()
+    monkeypatch.setattr(cuda, "launchKernel", made.launch_kernel)
+    monkeypatch.setattr(runtime, "memsetAsync", made.memset)
+    monkeypatch.setattr(tma, "_driver", lambda: made.maps)
+    monkeypatch.setattr(jit, "load", made.load)
     monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
     monkeypatch.setattr(launch, "device_of", lambda device_id: H200)
-    return launches
+    return made
 
 
-def prepared(stated, written, was_3d=False, **given):
+def prepared(stated, written, was_3d=False, tier=None, **given):
     shapes = problem_module.result_shapes(vars(stated))
     sides = {
         "q": shapes["dq"],
@@ -572,14 +687,14 @@ def prepared(stated, written, was_3d=False, **given):
             views[name] = View(
                 shape, launch.contiguous_strides(shape), "float16", "cuda:0", (i + 1) << 30, "cupy", was_3d
             )
-    return launch.Prepared(stated, views | given, written, 0, 7, None)
+    return launch.Prepared(stated, views | given, written, 0, 7, tier)
 
 
 GRADIENTS = ("dq", "dk", "dv")
 
 
 def test_a_forward_is_one_launch_with_its_pointers(driver):
-    call = prepared(problem(return_lse=True), ("out",))
+    call = prepared(problem(return_lse=True), ("out",), tier="sm80")
     assert call.out_shape == (2, 1000, 8, 64) and call.lse_shape == (2, 8, 1000) and call.scratch_bytes == 0
     call.launch(7, 11, 12, 13, 14, 15)
     ((kernel, grid, threads, smem, stream, record),) = driver
@@ -596,13 +711,138 @@ def test_a_forward_is_one_launch_with_its_pointers(driver):
 
 
 def test_a_packed_forward_lists_its_tiles_first(driver):
-    call = prepared(problem(varlen=True), ("out",), was_3d=True)
+    call = prepared(problem(varlen=True), ("out",), was_3d=True, tier="sm80")
     assert call.out_shape == (1000, 8, 64) and call.lse_shape == (8, 1000) and call.scratch_bytes % 256 == 0
     call.launch(7, *range(1, 11))
     assert [step[0] for step in driver] == ["varlen_tiles", "fwd_sm80"]
     assert [step[1:4] for step in driver][0] == (1, 512, 0)
     for step in driver:
         assert [int(step[5][name]) for name in launch.FWD_PARAMS.names[:10]] == list(range(1, 11))
+    assert driver.events == ["varlen_tiles", "fwd_sm80"] and driver.maps.encoded == []
+
+
+def pointers_in(record) -> list[int]:
+    return [int(record[name]) for name in launch.FWD_PARAMS.names[:10]]
+
+
+@pytest.mark.parametrize("heads, is_all", [(1, False), (2, False), (33, True), (64, True)])
+def test_a_hopper_forward_has_as_many_blocks_as_multiprocessors_at_most(driver, heads, is_all):
+    call = prepared(problem(heads_q=heads, heads_k=1), ("out",))
+    assert call.scratch_bytes == 0 and call.scratch_offsets == {}
+    call.launch(7, *(16 * i for i in range(1, 6)))
+    ((kernel, grid, threads, smem, stream, record),) = driver
+    made = choose(call.problem, H200)
+    tiles = -(-1000 // made.block_m)
+    assert grid == (132 if is_all else 2 * heads * tiles) <= 132 and record["num_tiles"] == tiles
+    assert (kernel, threads, smem, stream) == ("fwd_sm90", made.threads, made.smem_bytes, 7)
+    assert pointers_in(record) == [16, 32, 48, 64, 80, 0, 0, 0, 0, 0], "without a mask no block counts tiles"
+    assert driver.loaded == [("fwd_sm90", "sm_90a")] and driver.events == ["fwd_sm90"]
+
+
+def test_a_hopper_forward_describes_its_arrays_to_the_driver(driver):
+    call = prepared(problem("float16", 192, 96), ("out",))
+    q, k, v, out = driver.maps.encoded
+    constants = dict(choose(call.problem, H200).constants)
+    assert (constants["HEAD_DIM"], constants["HEAD_DIM_V"], constants["TMA_OUT"]) == (192, 96, 1)
+    assert [made.pointer for made in (q, k, v, out)] == [1 << 30, 2 << 30, 3 << 30, 0], "out comes with the call"
+    assert q.sizes == (192, 1000, 8, 2) and k.sizes == (192, 1000, 2, 2) and v.sizes == (96, 1000, 2, 2)
+    assert out.sizes == (96, 1000, 8, 2) and out.strides == (8 * 96 * 2, 96 * 2, 1000 * 8 * 96 * 2)
+    assert q.strides == (8 * 192 * 2, 192 * 2, 1000 * 8 * 192 * 2)
+    # A copy takes a panel of 64 columns, or 32 where 64 do not divide them: of the rows of a warpgroup, or of a key tile.
+    block_n = constants["BLOCK_N"]
+    assert [made.box[:2] for made in (q, k, v, out)] == [(64, 64), (64, block_n), (32, block_n), (32, 64)]
+    first = q.place
+    assert [made.place for made in (q, k, v, out)] == [first, first + 128, first + 256, first + 384]
+    call.launch(7, 1 << 30, 2 << 30, 3 << 30, 4 << 30, 0)
+    (maps,) = driver.launched_maps
+    assert pointers_of(maps) == [1 << 30, 2 << 30, 3 << 30, 4 << 30], "where the kernel looks for them"
+
+
+def test_a_tensor_map_is_changed_only_when_its_pointer_is(driver):
+    out = View((2, 1000, 8, 64), launch.contiguous_strides((2, 1000, 8, 64)), "float16", "cuda:0", 4 << 30, "cupy")
+    call = prepared(problem(), ("out",), out=out)
+    q, k, v, o = (made.place for made in driver.maps.encoded)
+    replaced = driver.maps.replaced
+    same = 1 << 30, 2 << 30, 3 << 30, 4 << 30
+    for _ in range(2):
+        call.launch(7, *same, 0)
+    assert replaced == [] and pointers_of(driver.launched_maps[-1]) == list(same)
+    for pointers, expected in (
+        ((1 << 30, 5 << 30, 3 << 30, 4 << 30), [(k, 5 << 30)]),
+        ((1 << 30, 5 << 30, 3 << 30, 4 << 30), []),
+        ((1 << 31, 5 << 30, 7 << 30, 4 << 30), [(q, 1 << 31), (v, 7 << 30)]),
+        ((1 << 31, 5 << 30, 7 << 30, 8 << 30), [(o, 8 << 30)]),
+        (same, list(zip((q, k, v, o), same, strict=True))),
+        (same, []),
+    ):
+        replaced.clear()
+        call.launch(7, *pointers, 0)
+        assert replaced == expected and pointers_of(driver.launched_maps[-1]) == list(pointers)
+        assert pointers_in(driver[-1][5])[:4] == list(pointers)
+    assert len(driver.maps.encoded) == 4
+
+
+@pytest.mark.parametrize("change", [dict(out_alignment=8), dict(out_tma=False)], ids=str)
+def test_an_out_that_tma_does_not_write_has_no_map(driver, change):
+    call = prepared(problem(**change), ("out",))
+    assert [made.pointer for made in driver.maps.encoded] == [1 << 30, 2 << 30, 3 << 30]
+    for out in (80, 90):
+        call.launch(7, 1 << 30, 2 << 30, 3 << 30, out, 0)
+        assert pointers_in(driver[-1][5])[3] == out and pointers_of(driver.launched_maps[-1])[3] == 0
+    assert driver.maps.replaced == []
+
+
+@pytest.mark.parametrize("change", [dict(window_right=0), dict(window_left=3), dict(window_left=3, window_right=9)], ids=str)
+def test_a_masked_hopper_forward_counts_its_tiles_from_zero(driver, change):
+    call = prepared(problem(**change), ("out",))
+    assert call.scratch_bytes == 256 and call.scratch_offsets == {"tiles": 0}
+    tiles = 9 << 30
+    for _ in range(2):
+        driver.events.clear()
+        call.launch(7, 1 << 30, 2 << 30, 3 << 30, 4 << 30, 5 << 30, 0, 0, 0, 0, tiles)
+        assert driver.events == [(tiles, 0, 16, 7), "fwd_sm90"], "the header of a list of tiles, before each launch"
+        assert pointers_in(driver[-1][5]) == [1 << 30, 2 << 30, 3 << 30, 4 << 30, 5 << 30, 0, 0, 0, 0, tiles]
+
+
+@pytest.mark.parametrize("change", [dict(), dict(window_right=0)], ids=str)
+def test_a_packed_hopper_forward_counts_in_its_list(driver, change):
+    """varlen_tiles sets the counter: it writes the header all the same. TMA would write past the end of a sequence."""
+    call = prepared(problem(varlen=True, **change), ("out",), was_3d=True)
+    assert call.out_shape == (1000, 8, 64) and call.scratch_bytes % 256 == 0
+    pointers = [1 << 30, 2 << 30, 3 << 30, *range(4, 11)]
+    call.launch(7, *pointers)
+    assert driver.events == ["varlen_tiles", "fwd_sm90"]
+    assert driver.loaded == [("varlen_tiles", "sm_90"), ("fwd_sm90", "sm_90a")]
+    for step in driver:
+        assert pointers_in(step[5]) == pointers
+    assert [made.sizes for made in driver.maps.encoded] == [(64, 1000, 8, 1), (64, 1000, 2, 1), (64, 1000, 2, 1)]
+
+
+def test_a_hopper_forward_without_keys(driver):
+    """The driver describes no empty array; zeros are written all the same."""
+    prepared(problem(seqlen_k=0), ("out",)).launch(7, 1 << 30, 0, 0, 4 << 30, 0)
+    assert [made.sizes[1] for made in driver.maps.encoded] == [1000, 1, 1, 1000]
+    assert driver.events == ["fwd_sm90"] and driver[0][5]["seqlen_k"] == 0
+
+
+def test_a_tensor_map_that_the_driver_refuses(driver):
+    driver.maps.status = 1
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled failed with 1 for shape \(2, 1000, 8, 64\)"):
+        prepared(problem(), ("out",))
+    driver.maps.status = 0
+    call = prepared(problem(), ("out",))
+    driver.maps.status = 700
+    with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress failed with 700 for address 0x50"):
+        call.launch(7, 80, 2 << 30, 3 << 30, 4 << 30, 0)
+    assert driver.events == []
+
+
+def test_params_have_room_for_a_backward(driver):
+    """One buffer serves every launch: the record of a backward is the longest without maps."""
+    room = launch.TENSOR_MAPS_OFFSET + len(launch._TENSOR_MAPS) * tma.MAP_BYTES
+    assert launch.FWD_PARAMS.itemsize <= launch.TENSOR_MAPS_OFFSET and launch.BWD_PARAMS.itemsize <= room
+    for call in (prepared(problem(), ("out",)), prepared(backward(), GRADIENTS)):
+        assert ctypes.addressof(call.launch._params) % 64 == 0 and len(call.launch._params) >= room
 
 
 def test_a_backward_is_three_launches_over_one_record(driver):

@@ -604,6 +604,8 @@ def test_a_problem_says_what_was_asked():
         return_lse=True,
         alignment=8,
         out_alignment=8,
+        tma=False,  # rows of v at multiples of 8 bytes
+        out_tma=True,
     )
 
 
@@ -718,6 +720,40 @@ def test_alignment_of_an_out_that_is_allocated(head_dim_v, alignment):
     given = view((1, 5, 2, head_dim_v), dtype="float16", ptr=1 << 24)
     assert check_attention(*half, out=given).out_alignment == alignment
     assert check_attention(*half, out=given._replace(ptr=(1 << 24) + 2)).out_alignment == 2
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, True),
+        (dict(ptr=(1 << 20) + 8), False),
+        (dict(strides=(1792, 256, 68, 1)), False),
+        (dict(strides=(1792, -128, 64, 1)), False),
+        (dict(strides=(2**39, 128, 64, 1)), False),  # of 2 bytes
+        (dict(strides=(2**39 - 8, 128, 64, 1)), True),
+        (dict(shape=(1, 5, 2, 64), strides=(-7, 128, 64, 1)), True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_whether_tensor_maps_can_describe_the_arrays(name, change, expected):
+    """Any of q, k and v decides for the three; out by itself, and one that is allocated is as they can describe it."""
+    batch = change.get("shape", (2,))[0]
+    made = {
+        other: view((batch, 5, 2, 64), dtype="float16", ptr=place << 50)
+        for place, other in enumerate(("q", "k", "v", "out"), 1)
+    }
+    own = made[name]
+    made[name] = own._replace(**change | {"ptr": own.ptr + change.get("ptr", 0) % 16})
+    problem = check_attention(**made)
+    assert (problem.tma, problem.out_tma) == ((True, expected) if name == "out" else (expected, True))
+    del made["out"]
+    assert check_attention(**made).out_tma
+
+
+def test_tensor_maps_can_describe_expanded_arrays():
+    one = view((2, 5, 2, 64), (0, 64, 0, 1), "float16")
+    assert check_attention(one, one, one).tma
 
 
 def test_shared_memory_is_decided_by_element():

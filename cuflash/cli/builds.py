@@ -16,7 +16,7 @@ import click
 from .. import jit
 from ..arrays import View
 from ..config import Config, Kernel, kernels_of
-from ..launch import kernel_constants
+from ..launch import arch_of, kernel_constants
 from ..memory import contiguous_strides
 from ..problem import (
     Problem,
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
 
 
 def variant_of(kernel: Kernel, arch: str) -> Variant:
-    return Variant(kernel.kernel, tuple(sorted(kernel_constants(kernel).items())), arch)
+    return Variant(kernel.kernel, tuple(sorted(kernel_constants(kernel).items())), arch_of(kernel, arch))
 
 
 def variants_of(problem: Problem, config: Config, arch: str) -> list[Variant]:

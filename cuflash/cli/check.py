@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from typing import NamedTuple
 
@@ -72,11 +73,10 @@ def check(ctx, quick, tiers, dtypes, words, device, json_file):
     err = to_stdout(json_file)  # then all that is for people goes to standard error
     click.echo(headline, err=err)
 
-    jobs = _plan(_cases(quick, words), dtypes or DTYPES, tiers or config.TIERS, gpu)
+    cases, dtypes, tiers = _cases(quick, words), dtypes or DTYPES, tiers or config.TIERS
+    jobs = _plan(cases, dtypes, tiers, gpu)
     if not jobs:
-        raise click.ClickException(
-            "no case is left: no name has the text of --case, or the tier takes none of the dtypes here"
-        )
+        raise click.ClickException(f"no case is left: {_why_none(cases, dtypes, tiers, gpu)}")
     rows = _run(jobs, gpu, err)
     failed = [row for row in rows if not row.ok]
     seconds = round(time.perf_counter() - start, 2)
@@ -119,6 +119,20 @@ def _plan(cases, dtypes, tiers, gpu: int | None) -> list[Job]:
         for tier in tiers
         if all(config.refusal(tier, problem, device) is None for problem in case.problems(dtype))
     ]
+
+
+def _why_none(cases, dtypes, tiers, gpu: int | None) -> str:
+    """Each reason once: they are those of many cases."""
+    if not cases:
+        return "no name has the text of --case"
+    device = environment.device_of(gpu)
+    reasons = (
+        f"tier {tier}: {reason}"
+        for tier, case, dtype in itertools.product(tiers, cases, dtypes)
+        for problem in case.problems(dtype)
+        if (reason := config.refusal(tier, problem, device)) is not None
+    )
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def _run(jobs: list[Job], gpu: int | None, err: bool) -> list[trial.Row]:

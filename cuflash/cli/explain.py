@@ -150,16 +150,16 @@ def _built(chosen: config.Config, target: config.Device) -> dict:
     try:
         built = jit.build(*variant)
     except jit.NvrtcMissing as error:
-        return _not_built(arch, one_line(error))
+        return _not_built(variant.arch, one_line(error))
     except RuntimeError as error:
         raise click.ClickException(one_line(error)) from None
     if arch.startswith("compute_"):
         return _not_built(
-            arch,
+            variant.arch,
             f"NVRTC {environment.dotted(jit.nvrtc_version())} does not know this GPU: its driver compiles",
         )
     return {
-        "arch": arch,
+        "arch": variant.arch,
         "registers": built.registers,
         "spill_bytes": built.spill_bytes,
         "static_smem": built.static_smem,
@@ -226,7 +226,7 @@ def _text(record: dict) -> str:
 
 
 def _launches(record: dict) -> list[tuple[str, str]]:
-    """What is launched besides the kernel, and the memory that the launches share; nothing for a dense forward."""
+    """What is launched besides the kernel, and the scratch of the call; nothing for a plain forward."""
     lines = []
     if len(record["launches"]) > 1:
         steps = (f"{step['kernel']} ({step['grid']} x {step['threads']})" for step in record["launches"])

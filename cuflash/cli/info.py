@@ -20,7 +20,7 @@ _FEATURES_OF_ALL = {
     "window": {"window_left": 128, "window_right": 0},
     "softcap": {"softcap": 30.0},
     "GQA": {"heads_k": 2},
-    "any stride": {"alignment": None},  # None: that of one element
+    "any stride": {"alignment": None},  # None: that of one element, where all others have 16 bytes
     "v of 256": {"head_dim_v": MAX_HEAD_DIM},
     "varlen": {"varlen": True},
 }
@@ -70,8 +70,9 @@ def info(device, arch, json_file):
 def support(device: config.Device) -> list[dict]:
     """Which tier takes which dtype, head_dim and feature, from the predicate that every call goes through.
 
-    Every head_dim is asked for; {"call": "forward" or "backward", "dtype", "head_dim": [first, last], "tiers": {feature:
-    tier or None}} for each run of them with the same answers.
+    Of arrays whose rows start at multiples of 16 bytes, as those of any head_dim may, but for "any stride". Every head_dim is
+    asked for; {"call": "forward" or "backward", "dtype", "head_dim": [first, last], "tiers": {feature: tier or None}} for each
+    run of them with the same answers.
     """
     table = []
     for call, dtype in itertools.product(FEATURES, DTYPES):
@@ -93,10 +94,12 @@ def _tiers(call: str, dtype: str, head_dim: int, device: config.Device) -> dict[
         head_dim_v=head_dim,
         backward=call == "backward",
     )
+    plain = dataclasses.replace(plain, alignment=16, out_alignment=16, tma=True, out_tma=True)
     tiers = {}
     for feature, changes in FEATURES[call].items():
         if "alignment" in changes:
-            changes = {"alignment": ITEMSIZE[dtype], "out_alignment": ITEMSIZE[dtype]}
+            itemsize = ITEMSIZE[dtype]
+            changes = {"alignment": itemsize, "out_alignment": itemsize, "tma": False, "out_tma": False}
         tiers[feature] = _first_tier(dataclasses.replace(plain, **changes), device)
     return tiers
 
@@ -162,7 +165,7 @@ def _support_text(record: dict) -> str:
     cpu = f"NumPy arrays: {', '.join(DTYPES)}, head_dim 1 to {MAX_HEAD_DIM}, every option, on the CPU"
     if not record["support"]:
         return f"{cpu}\nwhat a GPU would take: cuflash info --arch sm_90"
-    lines = [f"tiers on {record['support_of']}"]
+    lines = [f"tiers on {record['support_of']}; rows start at multiples of 16 bytes, but for any stride"]
     for call, features in FEATURES.items():
         widths = [max(len(feature), 4) for feature in features]
         lines.append(_row(call, "head_dim", features, widths))

@@ -12,22 +12,27 @@ template <> struct Bits<bf16> { static constexpr u32 kExponent = 0x7f80, kMantis
 
 template <typename T> DEV bool is_nonfinite(u32 bits16) { return (bits16 & Bits<T>::kExponent) == Bits<T>::kExponent; }
 
+// Bits 15 and 31: whether the low and the high element are NaN or Inf. Those are where adding 1 to the exponent carries.
+template <typename T> DEV u32 nonfinite_carries(u32 word) {
+  return (word & Bits<T>::kExponent * 0x10001u) + (Bits<T>::kMantissa + 1) * 0x10001u;
+}
+
 // Whether any element of the tile at `tile`, kBytes long and shared by kThreads threads, is NaN or Inf; with kClear those
 // become 0. A thread answers for its own part.
 template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfinite(u32 tile, u32 thread) {
-  bool found = false;
+  u32 found = 0;
   #pragma unroll 4
   for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
     Chunk c = load_shared(tile + at);
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const bool lo = is_nonfinite<T>(c.word[i]), hi = is_nonfinite<T>(c.word[i] >> 16);
-      found |= lo | hi;
-      if (kClear) c.word[i] &= (lo ? 0 : 0xffffu) | (hi ? 0 : 0xffff0000u);
+      const u32 carries = nonfinite_carries<T>(c.word[i]);
+      found |= carries;
+      if (kClear) c.word[i] &= (carries & 0x8000 ? 0 : 0xffffu) | (carries >> 31 ? 0 : 0xffff0000u);
     }
     if (kClear) store_shared(tile + at, c);
   }
-  return found;
+  return found & 0x80008000;
 }
 
 // NaN and Inf of a tile of kRows rows become 0, and mark(row) is called for every row that had any. A thread answers for its own
@@ -69,15 +74,13 @@ template <typename T, int kClass> DEV u32 class_ones(u32 v) {
 template <typename T, typename Layout, int kBlockN, int kGroup, int kMTiles, int kNTiles, typename Mask>
 DEV void add_nonfinite(float (&rO)[kMTiles][kNTiles][4], u32 v_tile, const Mask& mask, int first_row, int first_key, u32 part) {
   const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
-  const u32 v_lane = v_tile + Layout::offset(lane % 16, 0) - Layout::swizzle(lane % 16) * 16;
   #pragma unroll
   for (int d = 0; d < kNTiles; d += 2) {
     float counts[3][kMTiles][2][4] = {};
     #pragma unroll 1
     for (int key = 0; key < kBlockN; key += 16) {
       u32 rV[4];
-      const u32 chunk = d * kGroup + part * 2 + lane / 16;
-      ldmatrix_x4_trans(rV, v_lane + key * Layout::kRowBytes + (chunk ^ Layout::swizzle(lane % 16)) * 16);
+      ldmatrix_x4_trans(rV, v_tile + Layout::offset(key + lane % 16, d * kGroup + part * 2 + lane / 16));
       #pragma unroll
       for (int m = 0; m < kMTiles; m++) {
         u32 rVisible[4];

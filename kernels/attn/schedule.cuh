@@ -2,8 +2,9 @@
 #pragma once
 #include "attn/seqlen.cuh"
 
-// The list of tiles of a packed batch, written by varlen_tiles, the most work first: their number and how many are long, then the
-// tiles, each with all that a block asks of its sequence.
+// The list of tiles of a packed batch, written by varlen_tiles, the most work first: their number, how many are long, how many
+// blocks have taken beyond their first (fwd_sm90, where a dense batch has this header too), then the tiles, each with all that a
+// block asks of its sequence.
 constexpr int kTileListHeader = 4;              // words
 struct alignas(16) ListedTile { int tile, batch; Slot q, k; };
 DEV Work listed_work(const FwdParams& p, u32 idx, int head) {

@@ -12,3 +12,7 @@ DEV bool barrier_or(u32 barrier, u32 threads, bool x) {
                : "=r"(any) : "r"(barrier), "r"(threads), "r"((u32)x) : "memory");
   return any;
 }
+// Arrives without waiting.
+DEV void barrier_arrive(u32 barrier, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
+}

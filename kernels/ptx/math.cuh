@@ -21,6 +21,10 @@ DEV double exp2_fast(double x) {
 }
 DEV float rcp_fast(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// 1 / x within an ulp, without the branch of the division: x is neither subnormal nor beyond 2^126.
+DEV float reciprocal(float x) { const float y = rcp_fast(x); return fmaf(fmaf(-x, y, 1.f), y, y); }
+DEV double reciprocal(double x) { return 1 / x; }
+
 DEV float infinity(float) { return __int_as_float(0x7f800000); }
 DEV double infinity(double) { return __longlong_as_double(0x7ff0000000000000ll); }
 

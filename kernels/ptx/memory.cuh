@@ -19,6 +19,12 @@ DEV void store_shared(u32 address, const Chunk& c) {
 }
 DEV void store_shared(u32 address, u32 word) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(word) : "memory"); }
 
+// Without a branch: the compiler makes one of `if (condition) *p = ...`, and orders all that it stores by it.
+DEV void store_global_if(bool condition, void* p, const Chunk& c) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}"
+               :: "r"((int)condition), "l"(p), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3]) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 800
 // Copies kBytes (4, 8, 16) of which the first `valid` are read and the rest are zeros; valid = 0 reads nothing.
 template <int kBytes> DEV void cp_async(u32 dst, const void* src, int valid) {

@@ -22,3 +22,22 @@ struct TileLayout {
   // further on (nothing carries): one xor with a constant once the loop over `chunks` is unrolled.
   static DEV u32 step(u32 address, int chunks) { return (address ^ ((chunks & kMask) * 16)) + (chunks & ~kMask) * 16; }
 };
+
+// The same elements as TMA lays them: panels of kPanel columns, [kCols / kPanel][kRows][kPanel], whose swizzle spans a row of a
+// panel.
+template <int kRows_, int kCols_>
+struct PanelLayout {
+  static constexpr int kRows = kRows_, kCols = kCols_;
+  static constexpr int kPanel = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kPanels = kCols / kPanel;
+  static constexpr int kSwizzleBytes = kPanel * 2;
+  static constexpr int kPanelBytes = kRows * kSwizzleBytes;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+  static constexpr int kChunks = kPanel / 8;
+  static_assert(kCols % kPanel == 0, "whole panels");
+
+  static DEV u32 offset(int row, int chunk) {
+    const int swizzle = kPanel == 64 ? row & 7 : (row >> 1) & 3;
+    return chunk / kChunks * kPanelBytes + row * kSwizzleBytes + (chunk % kChunks ^ swizzle) * 16;
+  }
+};

@@ -1,5 +1,6 @@
 """Backends for the tests of attention. A test without the mark `gpu` runs on the CPU path, wherever it is."""
 
+import functools
 import os
 
 import pytest
@@ -15,6 +16,26 @@ from support import backend_named  # noqa: E402
 def pytest_configure(config):
     # pytest-xdist's own, which need not be installed.
     config.addinivalue_line("markers", "xdist_group(name): tests that one process of pytest-xdist should run")
+
+
+@functools.cache
+def _compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU; None if there is none, for which tests/conftest.py skips."""
+    try:
+        import cupy
+
+        return divmod(int(cupy.cuda.Device(0).compute_capability), 10)
+    except Exception:
+        return None
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark in item.iter_markers("gpu"):
+            wanted = mark.kwargs.get("compute_capability")
+            if wanted and (found := _compute_capability()) and found != wanted:
+                reason = f"needs compute capability {wanted[0]}.{wanted[1]}; this GPU has {found[0]}.{found[1]}"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

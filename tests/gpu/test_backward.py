@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import (
+    BACKWARD_FEW,
     DTYPES,
-    FEW,
     PLAIN,
     Gradients,
     Layout,
@@ -85,7 +85,7 @@ def check_case(backend, dtype, sizes, options, edit=None):
     assert_same(backend, again, first, "after NaN in shared memory", exact=("dk", "dv"))
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("case", CASES)
 def test_named_case(backend, dtype, case):
     check_case(backend, dtype, *CASES[case])
@@ -103,7 +103,7 @@ PAIRS = [(EDGES[i], EDGES[(i * step + shift) % len(EDGES)]) for i in range(15) f
 
 
 # Rows after the last one are NaN in memory, inputs and results alike.
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(40, 9))], ids=["none", "causal", "window"])
 def test_tile_edges(backend, dtype, options):
     q, k, v = inputs(dtype, batch=1, seqlen_q=EDGES[-1], heads_q=2, heads_k=1)
@@ -156,7 +156,7 @@ def test_head_dims_that_differ(backend, dtype, head_dim, head_dim_v):
     check_head_dim(backend, dtype, head_dim, head_dim_v, causal=True)
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_all_channels_enter_the_products(backend, dtype):
     """One channel of q and k that is not 0, then one of v and dout: each gradient has it, and no other."""
     head_dim = 128
@@ -221,7 +221,7 @@ def test_finite_differences(backend, dtype, options, seqlens):
 # The gradient of lse
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(30, 5), softmax_scale=0.3)], ids=str)
 @pytest.mark.parametrize("seqlens", [(70, 130), (130, 70)], ids=str)
 def test_gradient_of_lse_alone(backend, dtype, options, seqlens):
@@ -232,7 +232,7 @@ def test_gradient_of_lse_alone(backend, dtype, options, seqlens):
     assert (dv == 0).all() and (dk != 0).any() and (dq != 0).any()
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_no_gradient_of_lse_is_one_of_zeros(backend, dtype):
     q, k, v = inputs(dtype, seqlen_q=70)
     dout = dout_of(q, v)
@@ -255,7 +255,7 @@ LAYOUTS = {
 }
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout(backend, dtype, layout):
     layout = LAYOUTS[layout]
@@ -292,7 +292,7 @@ def test_addresses_off_by_an_element(backend, dtype):
     assert_same(backend, backward(backend, dout, q, k, v, layouts=odd, into=odd, deterministic=True), plain, "2 bytes off")
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("expanded", ["b", "h", "s", "bsh"])
 def test_expanded_axes(backend, dtype, expanded):
     """Stride 0 in k and v, and in dout, as the gradients of sums and means have it."""
@@ -334,7 +334,7 @@ def test_three_axes_are_a_batch_of_one(backend, dtype):
 # Invariances
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_a_sequence_is_the_same_alone_and_in_a_batch(backend, dtype):
     q, k, v = inputs(dtype, batch=5, seqlen_q=130, seqlen_k=200)
     dout = dout_of(q, v)
@@ -348,7 +348,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(backend, dtype):
             assert_same(backend, alone, expected, f"sequence {b} alone", exact=exact)
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("group", [2, 3, 5, 7])
 def test_grouped_heads_are_the_sum_of_repeated_ones(backend, dtype, group):
     """dk and dv of a key head are those of its copies, one for each query head, added up; dq is the same."""
@@ -369,7 +369,7 @@ def test_grouped_heads_are_the_sum_of_repeated_ones(backend, dtype, group):
             assert_same(backend, Gradients(grouped.dq, *sums), grouped, "sums", exact=("dq",))
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_options_of_one_call_do_not_stay_for_the_next(backend, dtype):
     """Same shapes, one option changed at a time and changed back: nothing may be left out of a key."""
     q, k, v = inputs(dtype, seqlen_q=50)
@@ -399,7 +399,7 @@ EMPTY = {
 }
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("case", EMPTY)
 def test_nothing(backend, dtype, case):
     """Of no queries, or none that sees a key, dk and dv are zeros; of no keys dq is."""
@@ -492,7 +492,7 @@ def test_drawn_problem(backend, dtype):
 # attention_vjp
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_pullback_is_the_backward_of_the_same_call(backend, dtype):
     q, k, v = inputs(dtype, seqlen_q=70)
     dout, dlse = dout_of(q, v), dlse_of(q)

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 from support import (
+    BACKWARD_TIERS,
     PLAIN,
-    TIERS,
     Gradients,
     Lengths,
     Placed,
@@ -126,7 +126,7 @@ def test_thirty_runs_of_packed_sequences(cupy, backend, dtype):
             )
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_two_deterministic_calls_at_once(cupy, tier):
     """On two streams, each longer than the chip holds blocks: neither waits for a block of the other's forever."""
     backend = backend_named(tier)
@@ -149,7 +149,7 @@ def test_two_deterministic_calls_at_once(cupy, tier):
 # Streams and threads
 
 
-@TIERS
+@BACKWARD_TIERS
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_work_waits_for_the_current_stream_and_for_no_other(cupy, tier, deterministic):
     """dout is written by the caller's stream, late: on any other stream the kernels would read NaN."""
@@ -172,7 +172,7 @@ def test_work_waits_for_the_current_stream_and_for_no_other(cupy, tier, determin
         assert_same(backend, Gradients(*fetch(*result, stream=stream)), expected, "on a side stream", exact)
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_the_call_does_not_wait(cupy, tier):
     """Dense and packed: it returns while the stream is still busy with what came before."""
     backend = backend_named(tier)
@@ -199,7 +199,7 @@ def test_the_call_does_not_wait(cupy, tier):
     stream.synchronize()
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_memory_that_is_given_up_is_not_reused_too_early(cupy, tier):
     """Scratch of a call is that of the next while the first is still queued."""
     backend = backend_named(tier)
@@ -219,7 +219,7 @@ def test_memory_that_is_given_up_is_not_reused_too_early(cupy, tier):
         assert_same(backend, Gradients(*fetch(*result, stream=stream)), expected, "after reuse")
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_threads_with_a_stream_each(cupy, tier):
     """Packed batches of their own, on streams of their own, again and again."""
     backend = backend_named(tier)
@@ -364,7 +364,7 @@ def test_graph_with_new_lengths(cupy, backend, dtype, length_dtype, deterministi
         assert_same(backend, Gradients(*gradients), eager, str(lengths), exact)
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_scratch_of_a_graph_is_its_own(cupy, tier):
     """What the pool hands out after the capture may be overwritten between replays, and by none of them."""
     backend = backend_named(tier)
@@ -388,7 +388,7 @@ def test_scratch_of_a_graph_is_its_own(cupy, tier):
         assert all((x.get() == 0x5A).all() for x in taken)
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_a_cold_kernel_under_capture_is_refused(cupy, monkeypatch, tier):
     backend = backend_named(tier)
     host = operands(backend, "float16", seqlen_q=100)
@@ -462,7 +462,7 @@ def test_the_pool_grows_no_more_for_packed_sequences(cupy, backend, dtype):
     assert least <= scratch <= least + tiles + 4 * 2 * (rows // 16 + 8) + 6 * 512
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_gradients_are_not_allocated_where_they_are_given(cupy, tier):
     backend = backend_named(tier)
     host = operands(backend, "float16", seqlen_q=130)
@@ -483,7 +483,7 @@ def test_gradients_are_not_allocated_where_they_are_given(cupy, tier):
     assert sum(sizes) - mine == sum(x.nbytes for x in given.values())
 
 
-@TIERS
+@BACKWARD_TIERS
 def test_repeated_calls_leave_nothing_behind(cupy, tier):
     """Hundreds of calls of ten shapes: as many bytes in use after the last as after the first round."""
     backend = backend_named(tier)

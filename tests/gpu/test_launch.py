@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from support import (
+    MARKS,
     PLAIN,
     TIERS,
     Layout,
@@ -20,6 +21,7 @@ from support import (
     compute,
     fresh_process_state,
     inputs,
+    on_tiers,
 )
 
 import cuflash
@@ -48,13 +50,13 @@ def test_a_forced_tier_is_the_one_that_runs(monkeypatch, tier):
         assert kernels_loaded() == {f"fwd_{tier}"}
 
 
-@pytest.mark.parametrize(
-    "dtype, kernel",
-    [("float16", "fwd_sm80"), ("bfloat16", "fwd_sm80"), ("float32", "fwd_simt"), ("float64", "fwd_simt")],
-)
-def test_the_best_tier_runs_by_itself(monkeypatch, dtype, kernel):
-    if launch.device_of(0).compute_capability < (8, 0):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_best_tier_runs_by_itself(monkeypatch, dtype):
+    capability = launch.device_of(0).compute_capability
+    if capability < (8, 0):
         pytest.skip("tensor cores for all 16-bit dtypes need compute capability 8.0")
+    is_16_bit = dtype in ("float16", "bfloat16")
+    kernel = "fwd_simt" if not is_16_bit else "fwd_sm90" if capability == (9, 0) else "fwd_sm80"
     host = inputs(dtype, seqlen_q=40)
     with fresh_process_state(monkeypatch), config.force_tier(None):
         result, lse = cuflash.attention(*arrays_of(backend_named("simt"), host), return_lse=True)
@@ -62,12 +64,13 @@ def test_the_best_tier_runs_by_itself(monkeypatch, dtype, kernel):
     assert_right(result.get(), lse.get(), *host)
 
 
-def test_tiers_agree():
+@on_tiers("sm80", "sm90")
+def test_tiers_agree(tier):
     for dtype in ("float16", "bfloat16"):
         host = inputs(dtype, seqlen_q=300)
-        simt, sm80 = (compute(backend_named(tier), *host, causal=True) for tier in ("simt", "sm80"))
-        np.testing.assert_allclose(simt[1], sm80[1], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(simt[0].astype(np.float64), sm80[0].astype(np.float64), atol=0.03)
+        simt, other = (compute(backend_named(name), *host, causal=True) for name in ("simt", tier))
+        np.testing.assert_allclose(simt[1], other[1], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(simt[0].astype(np.float64), other[0].astype(np.float64), atol=0.03)
 
 
 ENVIRONMENT = """
@@ -97,15 +100,21 @@ def test_the_environment_forces_a_tier():
     assert with_tier("sm80", "float32").startswith(
         "NotImplementedError: tier sm80: tensor cores take float16 and bfloat16"
     )
-    assert with_tier("sm90x", "float16") == "ValueError: tier must be one of sm80, simt; got 'sm90x'"
+    assert with_tier("sm90x", "float16") == "ValueError: tier must be one of sm90, sm80, simt; got 'sm90x'"
+    if launch.device_of(0).compute_capability == (9, 0):
+        assert with_tier("sm90", "float16") == "['fwd_sm90']"
+        assert with_tier("sm90", "float32").startswith("NotImplementedError: tier sm90: tensor cores take float16")
+    else:
+        assert with_tier("sm90", "float16").startswith("NotImplementedError: tier sm90: needs compute capability 9.0")
 
 
-def test_a_forced_tier_that_refuses_says_so_each_time():
+@pytest.mark.parametrize("tier", ["sm80", "sm90"])
+def test_a_forced_tier_that_refuses_says_so_each_time(tier):
     arrays = arrays_of(backend_named("simt"), inputs("float32", seqlen_q=40))
     for _ in range(2):
         with (
-            config.force_tier("sm80"),
-            pytest.raises(NotImplementedError, match="tier sm80: tensor cores take"),
+            config.force_tier(tier),
+            pytest.raises(NotImplementedError, match=f"tier {tier}: tensor cores take"),
         ):
             cuflash.attention(*arrays)
     with config.force_tier("simt"):
@@ -258,12 +267,15 @@ def test_a_window_may_be_any_pair_of_integers():
             assert_same(backend, compute(backend, *host, window=window), expected, repr(window))
 
 
-def test_same_shape_elsewhere_in_memory():
+@pytest.mark.parametrize(
+    "tier, bases", [("sm80", (0, 2, 16, 8, 0)), pytest.param("sm90", (0, 16, 48, 0), marks=MARKS["sm90"])]
+)
+def test_same_shape_elsewhere_in_memory(tier, bases):
     """A prepared call takes other addresses, and other alignments are other calls."""
-    backend = backend_named("sm80")
+    backend = backend_named(tier)
     for seed in range(3):
         host = inputs("float16", seqlen_q=50, seed=seed)
-        for base in (0, 2, 16, 8, 0):
+        for base in bases:
             check(backend, *host, Layout(base=base), causal=True)
 
 

@@ -1,4 +1,7 @@
-"""The same values through other strides, addresses and buffers: the same result, to the bit, no copy."""
+"""The same values through other strides, addresses and buffers: the same result, to the bit, no copy.
+
+What TMA cannot address the tier sm90 refuses: there such layouts are those of out alone.
+"""
 
 import math
 
@@ -16,10 +19,17 @@ from support import (
     backend_named,
     check,
     compute,
+    fitting,
+    fresh_process_state,
     inputs,
+    is_taken,
     normal,
     on,
+    on_tiers,
 )
+
+import cuflash
+from cuflash import config, jit
 
 LAYOUTS = {
     "heads before seqlen": Layout("bhsd"),
@@ -46,7 +56,8 @@ def test_layout(backend, dtype, layout, head_dim):
     layout = LAYOUTS[layout]
     q, k, v = inputs(dtype, seqlen_q=90, seqlen_k=140, head_dim=head_dim)
     plain = check(backend, q, k, v, causal=True)
-    assert_same(backend, compute(backend, q, k, v, layout, causal=True), plain, "q, k, v")
+    if is_taken(backend, q, k, v, layouts=layout):
+        assert_same(backend, compute(backend, q, k, v, layout, causal=True), plain, "q, k, v")
     assert_same(backend, compute(backend, q, k, v, PLAIN, layout, causal=True), plain, "out")
 
 
@@ -56,7 +67,8 @@ def test_layouts_of_head_dim_256(backend, dtype):
     plain = check(backend, q, k, v)
     for name in ("heads before seqlen", "backwards over all", "8 bytes off", "rows of D + 1"):
         layout = LAYOUTS[name]
-        assert_same(backend, compute(backend, q, k, v, layout, layout), plain, name)
+        of_inputs = layout if is_taken(backend, q, k, v, layouts=layout) else PLAIN
+        assert_same(backend, compute(backend, q, k, v, of_inputs, layout), plain, name)
 
 
 @on()
@@ -69,9 +81,48 @@ def test_addresses_off_by_some_bytes(backend, dtype):
             continue
         for which in ("qkvo", "q", "k", "v", "o"):
             layouts = [Layout(base=base if name in which else 0) for name in "qkvo"]
+            if not is_taken(backend, q, k, v, layouts=layouts[:3]):
+                continue
             assert_same(
                 backend, compute(backend, q, k, v, layouts[:3], layouts[3]), plain, f"{base}, {which}"
             )
+
+
+REFUSED_BY_TMA = {
+    "backwards over seqlen",
+    "backwards over all",
+    "backwards and padded",
+    "8 bytes off",
+    "rows of D + 1",
+    "rows of D + 2",
+    "rows of D + 4",
+    "one element between heads",
+}
+
+
+@on("sm90")
+def test_what_tma_cannot_address_is_refused_by_its_tier_alone(backend, dtype, monkeypatch):
+    """For one of q, k and v as for all, dense and packed; without a forced tier the next one takes it."""
+    q, k, v = host = inputs(dtype, batch=2, seqlen_q=70, seqlen_k=90)
+    assert {name for name, layout in LAYOUTS.items() if not is_taken(backend, *host, layouts=layout)} == REFUSED_BY_TMA
+    plain = [Placed(backend, PLAIN, x.shape, x.dtype, x).array for x in host]
+    ends = [Placed(backend, PLAIN, x.shape, x.dtype, x).array for x in np.array([[0, 70], [0, 90]], np.int32)]
+    why = "tier sm90: TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes"
+    for name in sorted(REFUSED_BY_TMA):
+        odd = [Placed(backend, LAYOUTS[name], x.shape, x.dtype, x).array for x in host]
+        for which in ("qkv", "q", "k", "v"):
+            arrays = [odd[i] if "qkv"[i] in which else plain[i] for i in range(3)]
+            for _ in range(2):
+                with config.force_tier("sm90"), pytest.raises(NotImplementedError, match=why):
+                    cuflash.attention(*arrays)
+            with config.force_tier("sm90"), pytest.raises(NotImplementedError, match=why):
+                cuflash.attention_varlen(*(x[1] for x in arrays), *ends)
+    with fresh_process_state(monkeypatch), config.force_tier(None):
+        result, lse = cuflash.attention(*odd, return_lse=True)
+        assert {key[0] for key in jit._loaded} == {"fwd_sm80"}
+        assert_right(backend.download(result), backend.download(lse), q, k, v)
+        cuflash.attention(*plain)
+        assert {key[0] for key in jit._loaded} == {"fwd_sm80", "fwd_sm90"}
 
 
 @on()
@@ -126,8 +177,9 @@ def test_axes_of_length_one_may_have_any_stride(backend, dtype):
         ((1, 70, 2, 1), (1, 90, 1, 1)),
     ):
         q, k, v = normal(shapes[0], dtype, 1), normal(shapes[1], dtype, 2), normal(shapes[1], dtype, 3)
-        plain = check(backend, q, k, v)
-        placed = [Placed(backend, PLAIN, x.shape, x.dtype, x) for x in (q, k, v)]
+        layouts = fitting(backend, q, k, v)
+        plain = check(backend, q, k, v, layouts)
+        placed = [Placed(backend, layout, x.shape, x.dtype, x) for x, layout in zip((q, k, v), layouts, strict=True)]
         for absurd in (1, 10**9, -(2**40) + 1, 0):
             arrays = []
             for x in placed:
@@ -168,13 +220,15 @@ def test_three_axes_are_a_batch_of_one(backend, dtype):
     assert_same(backend, (backend.download(result)[None], backend.download(lse)[None]), plain, "3-d")
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_no_layout_is_copied(backend, dtype):
     """What the pool hands out is out and lse, whatever the strides."""
     import cupy
 
     q, k, v = inputs(dtype)
     for layout in LAYOUTS.values():
+        if not is_taken(backend, q, k, v, layouts=layout):
+            continue
         arrays = [Placed(backend, layout, x.shape, x.dtype, x).array for x in (q, k, v)]
         sizes = []
 
@@ -182,10 +236,8 @@ def test_no_layout_is_copied(backend, dtype):
             sizes.append(size)
             return cupy.get_default_memory_pool().malloc(size)
 
-        from cuflash import attention, config
-
         with config.force_tier(backend.tier), cupy.cuda.using_allocator(counted):
-            attention(*arrays, return_lse=True)
+            cuflash.attention(*arrays, return_lse=True)
         assert sizes == [math.prod(q.shape) * 2, math.prod(q.shape[:3]) * 4]
 
 
@@ -251,12 +303,27 @@ WIDE_STRIDES = {
     "batches": (2**32 + 64 * 100, 128, 64, 1),
     "batches, odd": (2**32 + 64 * 100 + 1, 128, 64, 1),
 }
+WIDE = {f"{which}, {strides}": (which, strides) for which in ("q", "k", "v", "out") for strides in WIDE_STRIDES}
+WIDE_FOR_TMA = {
+    name: (which, strides)
+    for name, (which, strides) in WIDE.items()
+    if which == "out" or strides in ("rows", "heads", "batches")
+}
 
 
 @on("simt", "sm80", dtypes=("float16",))
-@pytest.mark.parametrize("strides", WIDE_STRIDES)
-@pytest.mark.parametrize("which", ["q", "k", "v", "out"])
-def test_offsets_past_32_bits(backend, dtype, strides, which):
+@pytest.mark.parametrize("which, strides", WIDE.values(), ids=list(WIDE))
+def test_offsets_past_32_bits(backend, dtype, which, strides):
+    check_wide(backend, dtype, which, strides)
+
+
+@on("sm90", dtypes=("float16",))
+@pytest.mark.parametrize("which, strides", WIDE_FOR_TMA.values(), ids=list(WIDE_FOR_TMA))
+def test_offsets_past_32_bits_by_tma(backend, dtype, which, strides):
+    check_wide(backend, dtype, which, strides)
+
+
+def check_wide(backend, dtype, which, strides):
     q, k, v = inputs(dtype, seqlen_q=33, heads_q=2, heads_k=2)
     plain = check(backend, q, k, v, causal=True)
     arrays = {
@@ -273,7 +340,7 @@ def test_offsets_past_32_bits(backend, dtype, strides, which):
     assert_same(backend, (result, backend.download(lse)), plain, f"{which}, {strides}")
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_a_key_far_into_a_long_cache(backend, dtype):
     """Contiguous rows of many heads: a single row index times the row stride passes 2**32 bytes."""
     seqlen_k, heads = 40_000, 1024
@@ -289,14 +356,10 @@ def test_a_key_far_into_a_long_cache(backend, dtype):
     assert_same(backend, (backend.download(result), backend.download(lse)), plain, "far keys")
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tier", ["simt", "sm80"])
+@on_tiers("simt", "sm80", "sm90")
 def test_a_result_of_more_than_4_gib(tier):
     """More than 2**31 elements of out: with one key every row is that value, from the first to the last."""
     import cupy
-
-    import cuflash
-    from cuflash import config
 
     backend = backend_named(tier)
     seqlen_q, heads, dim = (1 << 22) + 3, 2, 256

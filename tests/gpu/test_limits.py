@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from support import DTYPES, PLAIN, Layout, Placed, assert_right, backend_named, compute, inputs, normal, on
+from support import DTYPES, PLAIN, Layout, Placed, assert_right, compute, inputs, normal, on, on_pairs
 
 import cuflash
 from cuflash import config
@@ -56,7 +56,7 @@ def test_more_than_65535(backend, dtype, batch, heads):
     np.testing.assert_allclose(lse, logits, rtol=1e-5, atol=1e-5)
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_many_sequences_of_several_rows(backend, dtype):
     q, k, v = inputs(dtype, batch=65540, seqlen_q=3, seqlen_k=4, heads_q=2, heads_k=1, head_dim=16)
     result, lse = compute(backend, q, k, v, causal=True)
@@ -64,14 +64,14 @@ def test_many_sequences_of_several_rows(backend, dtype):
     assert_right(result[some], lse[some], q[some], k[some], v[some], causal=True)
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_more_query_tiles_than_65535(backend, dtype):
     q, k, v = inputs(dtype, batch=1, seqlen_q=65536 * 64 + 1, seqlen_k=1, heads_q=1, heads_k=1, head_dim=16)
     result, _ = compute(backend, q, k, v)
     assert (result.view(np.uint16) == v.view(np.uint16)).all()
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_a_launch_too_large_is_refused_before_anything_is_allocated(backend, dtype):
     import cupy
 
@@ -89,7 +89,7 @@ def test_a_launch_too_large_is_refused_before_anything_is_allocated(backend, dty
             cuflash.attention(q, k, k)
 
 
-@on("cpu", "simt", "sm80", dtypes=("float16", "float32"))
+@on("cpu", "simt", "sm80", "sm90", dtypes=("float16", "float32"))
 def test_a_long_row(backend, dtype):
     q, k, v = inputs(dtype, batch=1, seqlen_q=2, seqlen_k=100_000, heads_q=1, heads_k=1, head_dim=32)
     assert_right(*compute(backend, q, k, v, causal=True), q, k, v, causal=True)
@@ -103,7 +103,7 @@ def round_up(size: int) -> int:
     return -(-size // 512) * 512  # what CuPy's pool hands out
 
 
-@on("simt", "sm80", dtypes=("float16", "float32"))
+@on("simt", "sm80", "sm90", dtypes=("float16", "float32"))
 @pytest.mark.parametrize("seqlen", [1000, 65536])
 def test_the_pool_grows_by_out_and_lse_only(backend, dtype, seqlen):
     """Also where the score matrix would take 8 or 16 GiB."""
@@ -122,7 +122,7 @@ def test_the_pool_grows_by_out_and_lse_only(backend, dtype, seqlen):
         assert_right(out[:, rows], lse[..., rows], q[:, rows], k, v)
 
 
-@on("simt", "sm80", dtypes=("float16",))
+@on("simt", "sm80", "sm90", dtypes=("float16",))
 def test_out_is_not_allocated_when_it_is_given(backend, dtype):
     import cupy
 
@@ -134,19 +134,17 @@ def test_out_is_not_allocated_when_it_is_given(backend, dtype):
     assert pool.total_bytes() == 0
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tier, dtype", [("simt", "float32"), ("sm80", "bfloat16")])
-def test_repeated_calls_leave_nothing_behind(tier, dtype):
+@on_pairs("simt-float32", "sm80-bfloat16", "sm90-bfloat16")
+def test_repeated_calls_leave_nothing_behind(backend, dtype):
     """A thousand calls of ten shapes: as many bytes in use after the last as after the first round."""
     import cupy
 
-    backend = backend_named(tier)
     sets = [
         [Placed(backend, PLAIN, x.shape, x.dtype, x).array for x in inputs(dtype, seqlen_q=n)]
         for n in range(20, 30)
     ]
     pool = cupy.cuda.MemoryPool()
-    with config.force_tier(tier), cupy.cuda.using_allocator(pool.malloc):
+    with config.force_tier(backend.tier), cupy.cuda.using_allocator(pool.malloc):
         for arrays in sets:
             cuflash.attention(*arrays, return_lse=True)
         total = pool.total_bytes()

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import DTYPES, Layout, assert_same, check, compute, inputs, on
+from support import DTYPES, Layout, assert_same, check, compute, fitting, inputs, on
 
 
 def sees(i, j, seqlen_q, seqlen_k, causal, window):
@@ -60,9 +60,8 @@ def test_the_visible_keys(backend, dtype, seqlen_q, seqlen_k, causal, window):
     table = np.array(
         [[sees(i, j, seqlen_q, seqlen_k, causal, window) for j in range(seqlen_k)] for i in range(seqlen_q)]
     )
-    result, lse = compute(
-        backend, *one_hot(dtype, seqlen_q, seqlen_k, heads_q=4), causal=causal, window=window
-    )
+    q, k, v = one_hot(dtype, seqlen_q, seqlen_k, heads_q=4)
+    result, lse = compute(backend, q, k, v, fitting(backend, q, k, v), causal=causal, window=window)
     count = table.sum(axis=1)
     for head in range(4):
         weights = result[0, :, head].astype(np.float64)
@@ -80,7 +79,7 @@ def test_a_window_of_w_shows_w_keys_and_the_diagonal(backend, dtype):
             ((w, 0), lambda i, w=w: min(i, w) + 1),
             ((0, w), lambda i, w=w: min(129 - i, w) + 1),
         ):
-            result, _ = compute(backend, q, k, v, window=window)
+            result, _ = compute(backend, q, k, v, fitting(backend, q, k, v), window=window)
             assert (np.count_nonzero(result[0, :, 0], axis=1) == [seen(i) for i in range(130)]).all(), window
 
 
@@ -88,7 +87,7 @@ def test_a_window_of_w_shows_w_keys_and_the_diagonal(backend, dtype):
 def test_window_0_0_returns_the_values(backend, dtype):
     for seqlen, head_dim, head_dim_v in ((1, 64, 64), (2, 40, 72), (65, 128, 33), (130, 64, 256)):
         q, k, v = inputs(dtype, seqlen_q=seqlen, head_dim=head_dim, head_dim_v=head_dim_v)
-        result, _ = compute(backend, q, k, v, window=(0, 0))
+        result, _ = compute(backend, q, k, v, fitting(backend, q, k, v), window=(0, 0))
         assert (result == v.repeat(2, axis=2)).all()
 
 
@@ -254,16 +253,16 @@ def test_memory_after_the_last_key_and_channel_has_no_influence(backend, dtype):
     """Rows and columns beyond the array, which pad the last tile, are NaN or zeros: the same result."""
     for head_dim in (64, 72, 33):
         q, k, v = inputs(dtype, seqlen_q=70, seqlen_k=100, head_dim=head_dim)
-        clean = check(backend, q, k, v)
-        step = 8 if head_dim % 8 == 0 else 1
-        poisoned = Layout(pad=(0, 0, 40 * step, 8 * step))
+        plain = fitting(backend, q, k, v)
+        clean = check(backend, q, k, v, plain)
+        pad = plain[0].pad[3]
+        step = 8 if (head_dim + pad) % 8 == 0 else 1
+        poisoned = Layout(pad=(0, 0, 40 * step, 8 * step + pad))
         assert_same(
             backend, compute(backend, q, k, v, poisoned), clean, f"head_dim {head_dim}, poison after each row"
         )
         one = [x[:1] for x in (q, k, v)]
-        assert_same(
-            backend, compute(backend, *one, Layout(base=0)), [x[:1] for x in clean], "poison after the last"
-        )
+        assert_same(backend, compute(backend, *one, plain), [x[:1] for x in clean], "poison after the last")
 
 
 @on(dtypes=("float16", "float32"))

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from support import (
+    MARKS,
     PLAIN,
     TAKES,
     TIERS,
@@ -17,6 +18,7 @@ from support import (
     compute,
     fresh_process_state,
     inputs,
+    on_tiers,
     spin,
 )
 
@@ -150,50 +152,46 @@ def run_threads(count, work):
         raise errors[0]
 
 
-def test_ten_threads_make_the_first_call(cupy, monkeypatch, tmp_path):
-    """Of four kernels, two or three threads each: every kernel is compiled once, every result is right."""
-    kinds = [("simt", "float16"), ("sm80", "float16"), ("sm80", "bfloat16"), ("simt", "float32")]
-    hosts = [inputs(dtype, seqlen_q=100, head_dim=32, seed=i) for i, (_, dtype) in enumerate(kinds)]
-    calls = [arrays_of(backend_named(tier), host) for (tier, _), host in zip(kinds, hosts, strict=True)]
+@TIERS
+def test_ten_threads_make_the_first_call(cupy, monkeypatch, tmp_path, tier):
+    """Of two kernels, five threads each: every kernel is compiled once, every result is right."""
+    dtypes = ("float16", "float32" if tier == "simt" else "bfloat16")
+    hosts = [inputs(dtype, seqlen_q=100, head_dim=32, seed=i) for i, dtype in enumerate(dtypes)]
+    calls = [arrays_of(backend_named(tier), host) for host in hosts]
     results = {}
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
 
-    # A tier is forced for all threads at once: two rounds.
-    for forced in ("simt", "sm80"):
-        mine = [i for i, (tier, _) in enumerate(kinds) if tier == forced]
+    def work(thread):
+        results[thread] = cuflash.attention(*calls[thread % 2], causal=True, return_lse=True)
 
-        def work(thread, mine=mine):
-            i = mine[thread % len(mine)]
-            results[i, thread] = cuflash.attention(*calls[i], causal=True, return_lse=True)
-
-        before = jit.compile_count()
-        with fresh_process_state(monkeypatch), config.force_tier(forced):
-            run_threads(10, work)
-        assert jit.compile_count() - before == len(mine)
+    before = jit.compile_count()
+    with fresh_process_state(monkeypatch), config.force_tier(tier):
+        run_threads(10, work)
+    assert jit.compile_count() - before == 2
     cupy.cuda.Device().synchronize()
-    assert len(results) == 20
-    for (i, _), result in results.items():
-        assert_right(*(x.get() for x in result), *hosts[i], causal=True)
+    assert len(results) == 10
+    for thread, result in results.items():
+        assert_right(*(x.get() for x in result), *hosts[thread % 2], causal=True)
 
 
-def test_threads_with_a_stream_each(cupy):
+@TIERS
+def test_threads_with_a_stream_each(cupy, tier):
     """Shapes of their own, on streams of their own, again and again."""
     hosts = [inputs("float16", seqlen_q=60 + 30 * i, seed=i) for i in range(6)]
-    for tier in ("simt", "sm80"):
-        backend = backend_named(tier)
-        expected = [compute(backend, *host, causal=True) for host in hosts]
-        arrays = [arrays_of(backend, host) for host in hosts]
-        cupy.cuda.Device().synchronize()
+    backend = backend_named(tier)
+    expected = [compute(backend, *host, causal=True) for host in hosts]
+    arrays = [arrays_of(backend, host) for host in hosts]
+    cupy.cuda.Device().synchronize()
 
-        def work(i, backend=backend, arrays=arrays, expected=expected):
-            stream = cupy.cuda.Stream(non_blocking=True)
-            with stream:
-                for _ in range(30):
-                    result = cuflash.attention(*arrays[i], causal=True, return_lse=True)
-                    assert_same(backend, fetch(cupy, *result, stream=stream), expected[i], f"thread {i}")
+    def work(i):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for _ in range(30):
+                result = cuflash.attention(*arrays[i], causal=True, return_lse=True)
+                assert_same(backend, fetch(cupy, *result, stream=stream), expected[i], f"thread {i}")
 
-        with config.force_tier(tier):
-            run_threads(len(hosts), work)
+    with config.force_tier(tier):
+        run_threads(len(hosts), work)
 
 
 FIRST_CALL = """
@@ -242,7 +240,9 @@ def test_ten_threads_in_a_new_process(cupy, tmp_path):
 # Graphs
 
 
-@pytest.mark.parametrize("tier, dtype", [(tier, dtype) for tier in ("simt", "sm80") for dtype in TAKES[tier]])
+@pytest.mark.parametrize(
+    "tier, dtype", [pytest.param(tier, dtype, marks=MARKS[tier]) for tier in MARKS for dtype in TAKES[tier]]
+)
 def test_graph(cupy, tier, dtype):
     """Captured once, replayed with other values in the same memory."""
     backend = backend_named(tier)
@@ -271,18 +271,19 @@ def test_graph(cupy, tier, dtype):
         assert_same(backend, (result[2], result[1]), expected, "replay into out")
 
 
-def test_two_graphs_of_two_kernels_interleave(cupy):
+@on_tiers("sm80", "sm90")
+def test_two_graphs_of_two_kernels_interleave(cupy, tier):
     stream = cupy.cuda.Stream(non_blocking=True)
     made = []
-    for tier, seqlen in (("simt", 70), ("sm80", 200)):
-        backend = backend_named(tier)
+    for name, seqlen in (("simt", 70), (tier, 200)):
+        backend = backend_named(name)
         host = inputs("float16", seqlen_q=seqlen)
         arrays = arrays_of(backend, host)
-        with config.force_tier(tier), stream:
-            cuflash.attention(*arrays, return_lse=True)
+        with config.force_tier(name), stream:
+            cuflash.attention(*arrays, causal=True, return_lse=True)
             stream.begin_capture()
-            result = cuflash.attention(*arrays, return_lse=True)
-            made.append((backend, stream.end_capture(), arrays, result, compute(backend, *host)))
+            result = cuflash.attention(*arrays, causal=True, return_lse=True)
+            made.append((backend, stream.end_capture(), arrays, result, compute(backend, *host, causal=True)))
     for _ in range(3):
         for _, _, _, result, _ in made:
             for x in result:
@@ -341,21 +342,22 @@ def test_a_cold_kernel_under_pytorch_capture(cupy, monkeypatch):
         assert torch.equal(captured, expected)
 
 
-def test_capture_on_another_stream_does_not_disturb(cupy):
+@on_tiers("sm80", "sm90")
+def test_capture_on_another_stream_does_not_disturb(cupy, tier):
     """A warm call on a stream of its own, while another stream captures."""
-    backend = backend_named("sm80")
+    backend = backend_named(tier)
     host = inputs("float16", seqlen_q=100)
     arrays = arrays_of(backend, host)
     capturing, working = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
-    with config.force_tier("sm80"):
+    with config.force_tier(tier):
         with working:
-            expected = cuflash.attention(*arrays, return_lse=True)
+            expected = cuflash.attention(*arrays, causal=True, return_lse=True)
         working.synchronize()
         with capturing:
             capturing.begin_capture()
-            captured = cuflash.attention(*arrays, return_lse=True)
+            captured = cuflash.attention(*arrays, causal=True, return_lse=True)
         with working:
-            result = cuflash.attention(*arrays, return_lse=True)
+            result = cuflash.attention(*arrays, causal=True, return_lse=True)
         with capturing:
             graph = capturing.end_capture()
         graph.launch(stream=capturing)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import (
-    FEW,
+    BACKWARD_FEW,
     PLAIN,
     Gradients,
     Layout,
@@ -44,7 +44,7 @@ def arrays_of(dtype, lengths, **sizes):
     return dout, q, k, v, dlse
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("case", CASES)
 def test_named_case(backend, dtype, case):
     lengths, sizes, options = CASES[case]
@@ -65,7 +65,7 @@ def test_named_case_of_other_dtypes(backend, dtype, case):
     check_backward(backend, *arrays, dlse=dlse, lengths=lengths, deterministic=True, **options)
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_order_does_not_matter(backend, dtype):
     for deterministic in (False, True):
         for pairs in itertools.permutations([(0, 0), (0, 1), (65, 130)]):
@@ -74,7 +74,7 @@ def test_order_does_not_matter(backend, dtype):
             check_backward(backend, *arrays, dlse=dlse, lengths=lengths, causal=True, deterministic=deterministic)
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_queries_leave_zeros(backend, dtype, heads, causal):
@@ -100,7 +100,7 @@ def assert_same_sequence(backend, got, expected, deterministic, what):
     assert_same(backend, Gradients(*got), Gradients(*expected), what, exact=exact)
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(20, 9))], ids=str)
 def test_packed_is_the_same_as_alone(backend, dtype, options, deterministic):
@@ -118,7 +118,7 @@ def test_packed_is_the_same_as_alone(backend, dtype, options, deterministic):
         assert_same_sequence(backend, part, alone, deterministic, f"rows {rows}, packed alone")
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_dense_batch_is_packed_sequences_of_one_length(backend, dtype, deterministic):
     q, k, v = inputs(dtype, batch=3, seqlen_q=90, seqlen_k=130, head_dim=80)
@@ -131,7 +131,7 @@ def test_a_dense_batch_is_packed_sequences_of_one_length(backend, dtype, determi
     assert_same_sequence(backend, packed, expected, deterministic, "packed")
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_padding_is_the_same_as_none(backend, dtype, deterministic):
     """The sequences in slots of 160 rows, NaN behind each in every array."""
@@ -153,7 +153,7 @@ def test_padding_is_the_same_as_none(backend, dtype, deterministic):
         assert_same_sequence(backend, part, expected, deterministic, f"rows {rows}")
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_documents_do_not_leak_into_each_other(backend, dtype):
     lengths = Lengths((3, 5, 70))
     dout, q, k, v, dlse = arrays_of(dtype, lengths)
@@ -168,7 +168,7 @@ def test_documents_do_not_leak_into_each_other(backend, dtype):
             assert_same_sequence(backend, [x[rows] for x in other], [x[rows] for x in plain], True, f"{rows}")
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 @pytest.mark.parametrize("layout", [Layout("bhsd"), Layout(base=8, backwards="s"), Layout(pad=(0, 0, 8, 24))], ids=str)
 def test_layout(backend, dtype, layout):
     dout, q, k, v, dlse = arrays_of(dtype, MANY)
@@ -341,7 +341,7 @@ def test_arrays_of_another_call_are_named(backend, dtype):
 # Drawn lengths
 
 
-@on_pairs(*FEW)
+@on_pairs(*BACKWARD_FEW)
 def test_drawn_lengths(backend, dtype):
     @settings(
         max_examples=40,

@@ -1,0 +1,700 @@
+// Attention forward on Hopper's warpgroup tensor cores: float16 and bfloat16, sm_90a.
+//
+//   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
+//
+// A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
+// one warp loads by TMA and the others look for NaN; each of the kConsumers other warpgroups owns 64 rows of a tile from Q to O.
+//   work_ready[i]:  loader -> all, which tile is next                   work_free[i]: all -> loader, they have read it
+//   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
+//   k_ready[s]:     loader -> consumers, a key tile of K has landed     k_free[s]: back, all have multiplied by it
+//   v_ready[s], v_free[s]: the same of V                                v_checked[s]: checkers -> consumers, v_poisoned is there
+// Key tiles come last first. In one step a consumer starts S = Q K^T of the next key tile and O += P V of this one, and computes
+// P of the next while PV is running (FlashAttention-3, Shah et al. 2024, Algorithm 2). Beside the last O of a tile begins the
+// first S of the next. A consumer skips key tiles that none of its rows sees. Consumers take turns to start products (kTurns),
+// so that the softmax of one runs beside the products of another.
+// The running max lags: it moves only when a logit would exceed it by kMaxLag, so O is seldom rescaled.
+// Not here: arrays that TMA cannot address (fwd_sm80). What was tried, and what a step costs: docs/fwd_sm90.md.
+#include "attn/mask.cuh"
+#include "attn/params.cuh"
+#include "attn/poison.cuh"
+#include "attn/schedule.cuh"
+#include "attn/score.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tiles.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+
+using Element = ElementOf<DTYPE>::type;
+
+constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
+constexpr int kHeadDimV = HEAD_DIM_V;
+constexpr int kConsumers = CONSUMERS;           // warpgroups
+constexpr int kBlockM = kConsumers * 64;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kStages = STAGES;                 // of K and of V
+constexpr bool kTurns = TURNS;
+constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
+constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim_v fills kHeadDimV
+constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
+constexpr bool kTmaOut = TMA_OUT;               // TMA writes out: rows past the end of a packed sequence it cannot leave out
+constexpr int kThreads = (kConsumers + 1) * 128;
+// All that a block has. O of 256 columns takes what the loader can do without.
+constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kHeadDimV == 256 ? 24 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimV == 256 ? 240 : 232;
+constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
+static_assert(kBlockN % 16 == 0, "whole steps of P V");
+
+using QLayout = PanelLayout<64, kHeadDim>;      // of one consumer
+using KLayout = PanelLayout<kBlockN, kHeadDim>;
+using VLayout = PanelLayout<kBlockN, kHeadDimV>;
+using OLayout = PanelLayout<64, kHeadDimV>;     // of one consumer
+constexpr int kOutPanels = OLayout::kPanels < 2 ? OLayout::kPanels : 2;         // that lie in shared memory
+using HeadMask = Mask<kMaskLeft, kMaskRight>;
+using HeadScore = Score<SCORE, float>;
+
+// A tile of the launch, as the loader tells it to the others.
+struct alignas(16) Tile {
+  TileRange keys;                               // key tiles that any row sees
+  TileRange own[kConsumers];                    // that the rows of a consumer see; begin = end = keys.begin: none
+  int seqlen_q, seqlen_k;
+  Work work;                                    // batch < 0: there is no more
+  DEV int first_row() const { return work.tile * kBlockM; }
+};
+
+constexpr int kSlots = 3;                       // for tiles of the launch: one that is written, one that is computed, the next
+
+struct alignas(1024) SharedStorage {
+  u8 sQ[kConsumers][QLayout::kBytes];
+  u8 sK[kStages][KLayout::kBytes];
+  u8 sV[kStages][VLayout::kBytes];
+  u8 sO[kConsumers][kOutPanels][OLayout::kPanelBytes];          // on its way out
+  u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages], v_checked[kStages];
+  u64 work_ready[kSlots], work_free[kSlots];
+  Tile work[kSlots];
+  bool v_poisoned[kStages][4];                  // whether a warp found NaN or Inf in a tile of V that some rows do not see in whole
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
+
+// A forward's params, and these. `tiles` without VARLEN: the header alone; null: a block takes every gridDim.x-th tile.
+struct TmaParams : FwdParams { TensorMap q_map, k_map, v_map, out_map; };        // out_map: kTmaOut
+static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
+
+// How many tiles there are.
+DEV u32 num_work(const FwdParams& p) {
+  return kVarlen ? p.tiles[0] * p.heads_q : (u32)p.num_tiles * p.batch * p.heads_q;
+}
+
+// A stage of a ring and the parity of its phase.
+template <int kSize> struct Ring {
+  u32 stage = 0, phase = 0;
+  DEV void next() { if (++stage == kSize) stage = 0, phase ^= 1; }
+};
+
+template <typename Layout> DEV void load_tile(u32 dst, const TensorMap* map, u32 barrier, int row, int head, int batch) {
+  #pragma unroll 1
+  for (int i = 0; i < Layout::kPanels; i++)
+    tma_load(dst + i * Layout::kPanelBytes, map, barrier, i * Layout::kPanel, row, head, batch);
+}
+
+template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {
+  #pragma unroll 1
+  for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
+}
+
+// Works out the tile of number `next` (of the thread that acts) in the launch and tells the others of it; then asks for the
+// number of the one after it, early, as the answer takes a while.
+DEV void announce(SharedStorage& s, const TmaParams& p, bool acts, u32& next, Ring<kSlots>& slot) {
+  const u32 idx = uniform(next);
+  const bool is_there = idx < num_work(p);
+  Work work = {0, 0, -1, {}, {}};
+  if (is_there) work = work_of_block<kQuerySide>(idx, p);
+  const Sequence seq(p, work);
+  const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, first_row = work.tile * kBlockM;
+  if (acts && is_there) {
+    // Q goes to the L2 cache while its place is still taken: from memory it would come late.
+    for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
+    next = p.tiles ? gridDim.x + atomicAdd((u32*)p.tiles + 2, 1) : idx + gridDim.x;
+  }
+  Tile& t = s.work[slot.stage];
+  mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+  if (acts) t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k, t.work = work;
+  const HeadMask mask(p, seqlen_q, seqlen_k);
+  #pragma unroll 1
+  for (int c = -1; c < kConsumers; c++) {       // -1: of the block
+    const int row = first_row + max(c, 0) * 64, end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
+    TileRange keys = {};
+    if (row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
+    if (acts && c < 0) t.keys = keys;
+    if (keys.begin >= keys.end) keys.begin = keys.end = t.keys.begin;
+    if (acts && c >= 0) t.own[c] = keys;
+  }
+  if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+  __syncwarp();
+  slot.next();
+}
+
+// The loader, one warp, of which one thread acts. It works out a tile of the launch while the one before is on its way.
+DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
+  const bool acts = thread_index() == 0;
+  if (acts) {
+    tma_prefetch_map(&p.q_map);
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+  }
+  u32 next = blockIdx.x;
+  Ring<kSlots> announced, slot;
+  Ring<1> q;
+  Ring<kStages> kv;
+  Work work = {};
+  int begin = 0, end = 0;
+  #pragma unroll 1
+  while (true) {
+    const Sequence seq(p, work);
+    const int head_k = seq.head_k(work.head), last = max(end - 1, begin);
+    #pragma unroll 1
+    for (int tile = last; tile >= begin; tile--) {
+      if (begin < end) {
+        const int row = seq.first_k + tile * kBlockN;
+        const u32 k_ready = shared_address(&s.k_ready[kv.stage]), v_ready = shared_address(&s.v_ready[kv.stage]);
+        mbarrier_wait(shared_address(&s.k_free[kv.stage]), kv.phase ^ 1);
+        if (acts) {
+          mbarrier_expect(k_ready, KLayout::kBytes);
+          load_tile<KLayout>(shared_address(s.sK[kv.stage]), &p.k_map, k_ready, row, head_k, seq.batch);
+        }
+        if (tile == last) {
+          const int row_q = seq.first_q + work.tile * kBlockM;
+          #pragma unroll 1
+          for (int c = 0; c < kConsumers; c++) {
+            const u32 q_ready = shared_address(&s.q_ready[c]);
+            mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
+            if (acts) {
+              mbarrier_expect(q_ready, QLayout::kBytes);
+              load_tile<QLayout>(shared_address(s.sQ[c]), &p.q_map, q_ready, row_q + c * 64, work.head, seq.batch);
+            }
+          }
+          q.next();
+        }
+        mbarrier_wait(shared_address(&s.v_free[kv.stage]), kv.phase ^ 1);
+        if (acts) {
+          mbarrier_expect(v_ready, VLayout::kBytes);
+          load_tile<VLayout>(shared_address(s.sV[kv.stage]), &p.v_map, v_ready, row, head_k, seq.batch);
+        }
+        kv.next();
+      }
+      if (tile == max(last - 1, begin)) announce(s, p, acts, next, announced);
+    }
+    const Tile& t = s.work[slot.stage];
+    work = t.work;
+    begin = uniform(t.keys.begin), end = uniform(t.keys.end);
+    if (uniform(work.batch) < 0) return;
+    slot.next();
+  }
+}
+
+// Without a mask, and a batch that is not packed, the only keys that no row sees are the zeros past the end.
+constexpr bool kChecksV = kMaskLeft || kMaskRight || kVarlen;
+constexpr int kCheckers = 3;                    // warps
+
+// The checkers look through the partly masked tiles of V, each warp through its part.
+DEV void check_tiles(SharedStorage& s) {
+  const int warp = uniform(thread_index() / 32) - 1;
+  const bool speaks = thread_index() % 32 == 0;
+  Ring<kSlots> slot;
+  Ring<kStages> kv;
+  while (true) {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const int batch = s.work[slot.stage].work.batch;
+    const TileRange keys = s.work[slot.stage].keys;
+    __syncwarp();
+    if (speaks) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
+    slot.next();
+    if (batch < 0) return;
+    #pragma unroll 1
+    for (int tile = keys.end - 1; tile >= keys.begin; tile--, kv.next()) {
+      mbarrier_wait(shared_address(&s.v_ready[kv.stage]), kv.phase);
+      bool found = false;
+      if (keys.is_partial(tile))
+        found = __any_sync(0xffffffff, scan_nonfinite<Element, VLayout::kBytes, kCheckers * 32, false>(
+                                           shared_address(s.sV[kv.stage]), thread_index() - 32));
+      if (speaks) {
+        s.v_poisoned[kv.stage][warp] = found;
+        mbarrier_arrive(shared_address(&s.v_checked[kv.stage]));
+        mbarrier_arrive(shared_address(&s.v_free[kv.stage]));
+      }
+    }
+  }
+}
+
+// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
+struct Rows {
+  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
+  float sum[2];                                 // of P over this lane's columns
+};
+using Scores = float[kBlockN / 2];
+using Weights = u32[kBlockN / 16][4];
+using Output = float[1][kHeadDimV / 8][4];
+DEV float (&flat(Output& rO))[kHeadDimV / 2] { return *(float (*)[kHeadDimV / 2])rO; }
+
+// Starts S = Q K^T.
+DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
+  wgmma_fence();
+  #pragma unroll
+  for (int d = 0; d < kHeadDim / 16; d++) {
+    constexpr int kSteps = QLayout::kPanel / 16;
+    const int panel = d / kSteps, step = d % kSteps * 32;
+    wgmma_ss<Element>(rS, descriptor_step(q, panel * QLayout::kPanelBytes + step),
+                      descriptor_step(k, panel * KLayout::kPanelBytes + step), d > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts O += P V.
+DEV void multiply_pv(Output& rO, const Weights& rP, u64 v) {
+  wgmma_fence();
+  #pragma unroll
+  for (int key = 0; key < kBlockN / 16; key++)
+    wgmma_rs<Element>(flat(rO), rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), true);
+  wgmma_commit();
+}
+
+// Logits in place of raw products.
+DEV void apply_score(Scores& rS, const HeadScore& score) {
+  if constexpr (!HeadScore::kIsIdentity) {
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
+  }
+}
+
+// -inf where masked.
+DEV void apply_mask(Scores& rS, const HeadMask& mask, int first_row, int first_key) {
+  const u32 lane = thread_index() % 32;
+  const int lane_key = first_key + lane % 4 * 2;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + r * 8 + lane / 4;
+    const int begin = mask.key_begin(row) - lane_key, end = mask.key_end(row) - lane_key;
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      const int key = i / 2 * 8 + i % 2;
+      if (key >= end || (kMaskLeft && key < begin)) rS[i / 2 * 4 + r * 2 + i % 2] = -infinity(0.f);
+    }
+  }
+}
+
+// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
+DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
+  float tile_max[2];
+  bool moved = false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = rS[r * 2];
+    #pragma unroll
+    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
+    tile_max[r] = x;
+    // From -inf every logit moves it but -inf, which gives a NaN here.
+    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
+  }
+  if (!__any_sync(0xffffffff, moved)) return false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = tile_max[r], &old = rows.max[r];
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x *= exponent_scale;
+    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
+    // A first max finds O and the sum empty but for Inf from V, which times 0 would be NaN.
+    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
+    old = x;
+    rows.sum[r] *= alpha[r];
+  }
+  return true;
+}
+
+// P = exp2(logits - max) in place of the logits.
+DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
+      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
+      rows.sum[r] += x;
+    }
+  }
+}
+DEV void pack(Weights& rP, const Scores& rS) {
+  #pragma unroll
+  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
+}
+
+// NaN and Inf of a V tile become 0, once all consumers have added them to the rows that see them. All call it together.
+DEV void clear_tile(u32 v_tile) {
+  constexpr int kAll = kConsumers * 128, kBarrier = 8;
+  barrier_sync(kBarrier, kAll);
+  scan_nonfinite<Element, VLayout::kBytes, kAll, true>(v_tile, thread_index() - 128);
+  fence_async_proxy();
+  barrier_sync(kBarrier, kAll);
+}
+
+// Writes the 64 rows of a consumer, from registers through its part of sO, some panels at a time.
+DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaParams& p, const Work& work, u32 barrier) {
+  constexpr int kPanel = OLayout::kPanel, kChunks = OLayout::kChunks, kRowsAtOnce = 32 / kChunks;
+  const Sequence seq(p, work);
+  const u32 thread = thread_index() % 128, lane = thread % 32;
+  const int consumer_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64, warp_row = thread / 32 * 16;
+  const int first_row = consumer_row + warp_row;
+  float* gLse = (float*)p.lse + seq.row_index(work.head);
+  float inverse[2];
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + r * 8 + lane / 4;
+    float sum = rows.sum[r];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (kVarlen && row >= seq.seqlen_q) sum = 0.f;              // takes no part
+    inverse[r] = sum == 0.f ? 0.f : rcp_fast(sum);              // no visible key: O is 0
+    if (p.lse && lane % 4 == 0 && row < seq.rows_q)
+      gLse[row] = sum == 0.f ? -infinity(0.f) : (rows.max[r] + log2f(sum)) * 0.6931471806f;
+  }
+  #pragma unroll
+  for (int first = 0; first < OLayout::kPanels; first += kOutPanels) {
+    if constexpr (kTmaOut) {
+      if (thread == 0) tma_store_wait();                        // what was here has been read
+      barrier_sync(barrier, 128);
+    } else {
+      __syncwarp();
+    }
+    #pragma unroll
+    for (int d = first * kChunks; d < min(first + kOutPanels, OLayout::kPanels) * kChunks; d += 2) {
+      u32 word[4];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float (&x)[4] = rO[0][d + j / 2];
+        word[j] = pack2<Element>(x[j % 2 * 2] * inverse[j % 2], x[j % 2 * 2 + 1] * inverse[j % 2]);
+        if (kVarlen && inverse[j % 2] == 0.f) word[j] = 0;      // of a row that takes no part O is anything
+      }
+      stmatrix_x4(staged + OLayout::offset(warp_row + lane % 16, d - first * kChunks + lane / 16), word);
+    }
+    if constexpr (kTmaOut) {
+      fence_async_proxy();
+      barrier_sync(barrier, 128);
+      if (thread == 0) {
+        #pragma unroll
+        for (int panel = first; panel < min(first + kOutPanels, OLayout::kPanels); panel++)
+          tma_store(&p.out_map, staged + (panel - first) * OLayout::kPanelBytes, panel * kPanel, consumer_row, work.head, seq.batch);
+        tma_store_commit();
+      }
+    } else {
+      __syncwarp();
+      const int row = warp_row + lane / kChunks, chunk = lane % kChunks;
+      char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head)
+                         + (consumer_row + row) * p.out_strides.row + first * kPanel + chunk * 8);
+      #pragma unroll
+      for (int panel = first; panel < min(first + kOutPanels, OLayout::kPanels); panel++) {
+        #pragma unroll
+        for (int below = 0; below < 16; below += kRowsAtOnce) {
+          const Chunk c = load_shared(staged + OLayout::offset(row + below, (panel - first) * kChunks + chunk));
+          char* to = gO + (below * p.out_strides.row + (panel - first) * kPanel) * 2;
+          if constexpr (kWholeHeads && kOutVecBytes == 16) {
+            store_global_if(consumer_row + row + below < seq.rows_q, to, c);
+          } else {
+            if (consumer_row + row + below < seq.rows_q)
+              store_chunk<kOutVecBytes>(to, c, kWholeHeads ? 16 : (p.head_dim_v - panel * kPanel - chunk * 8) * 2);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Writes the rows of a consumer, or of all, of which none sees a key.
+DEV void write_empty(const FwdParams& p, const Work& work, int first_row, int num_rows, u32 thread, u32 num_threads) {
+  const Sequence seq(p, work);
+  Element* gO = seq.query_rows((Element*)p.out, p.out_strides, work.head);
+  float* gLse = (float*)p.lse + seq.row_index(work.head);
+  const int rows = min(num_rows, seq.rows_q - first_row);
+  #pragma unroll 1
+  for (int i = thread; i < rows * (kHeadDimV / 8); i += num_threads) {
+    const int row = first_row + i / (kHeadDimV / 8), column = i % (kHeadDimV / 8) * 8;
+    store_chunk<kOutVecBytes>((char*)(gO + row * p.out_strides.row + column), Chunk{}, (p.head_dim_v - column) * 2);
+    if (p.lse && column == 0) gLse[row] = -infinity(0.f);
+  }
+}
+
+DEV TileRange uniform(const TileRange& t) {
+  return {uniform(t.begin), uniform(t.end), uniform(t.full_begin), uniform(t.full_end)};
+}
+
+// Where a consumer is in the launch.
+struct Position {
+  HeadMask mask;
+  TileRange keys;                               // of the block
+  TileRange own;                                // of the consumer's own rows: the block's others it skips
+  int first_row;                                // of the warp
+};
+
+// The consumer, a warpgroup.
+DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
+  const HeadScore score(p);
+  const float exponent_scale = score.exponent_scale();
+  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ[consumer]), QLayout::kPanelBytes);
+  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
+  const u64 v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sV), VLayout::kPanelBytes);
+  const bool speaks = thread_index() % 128 == 0;
+  Ring<kSlots> slot;
+  Ring<1> q_ring;
+  Ring<kStages> k_ring, v_ring;
+  Position at = {HeadMask(p, 0, 0), {}, {}, 0};
+  Rows rows;
+  Scores rS;
+  Weights rP;
+  Output rO;
+  float alpha[2];
+  bool moved;
+
+  const auto free_slot = [&](u32 stage) { mbarrier_arrive(shared_address(&s.work_free[stage])); };
+  // Reads the tile of the launch that is next. False: there is none.
+  const auto look = [&] {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const Tile& t = s.work[slot.stage];
+    if (uniform(t.work.batch) < 0) return false;
+    at.mask = HeadMask(p, t.seqlen_q, t.seqlen_k);
+    at.keys = uniform(t.keys);
+    at.own = uniform(t.own[consumer]);
+    at.first_row = t.first_row() + (int)((thread_index() - 128) / 32) * 16;
+    return true;
+  };
+  // To the next tile in which any row of the block sees a key; writes out those on the way. False: there is none.
+  const auto next_tile = [&] {
+    while (look()) {
+      if (at.keys.begin < at.keys.end) return true;
+      const Work work = s.work[slot.stage].work;
+      write_empty(p, work, work.tile * kBlockM, kBlockM, thread_index() - 128, kConsumers * 128);
+      free_slot(slot.stage);
+      slot.next();
+    }
+    return false;
+  };
+  const auto my_turn = [&] { if (kTurns) barrier_sync(1 + consumer, 256); };
+  const auto your_turn = [&] { if (kTurns) barrier_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256); };
+  const auto start_s = [&] { multiply_qk(rS, q, descriptor_step(k, k_ring.stage * KLayout::kBytes)); };
+  const auto start_o = [&] {
+    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+    multiply_pv(rO, rP, descriptor_step(v, v_ring.stage * VLayout::kBytes));
+  };
+  const auto free_k = [&] {
+    if (speaks) mbarrier_arrive(shared_address(&s.k_free[k_ring.stage]));
+    k_ring.next();
+  };
+  const auto free_v = [&] {
+    if (speaks) mbarrier_arrive(shared_address(&s.v_free[v_ring.stage]));
+    v_ring.next();
+  };
+  const auto free_q = [&] { if (speaks) mbarrier_arrive(shared_address(&s.q_free[consumer])); };
+  // S has been computed: exponentials of it, in place.
+  const auto finish_s = [&](int tile, bool may_be_partial) {
+    wgmma_pin(rS);
+    free_k();
+    if (tile == at.own.begin) free_q();
+    apply_score(rS, score);
+    if (may_be_partial && at.own.is_partial(tile)) apply_mask(rS, at.mask, at.first_row, tile * kBlockN);
+    moved = update_max(rows, rS, alpha, exponent_scale);
+    softmax(rows, rS, exponent_scale);
+  };
+  const auto finish_o = [&] {
+    wgmma_pin(flat(rO));
+    free_v();
+  };
+  // Whether the next tile of V has NaN or Inf to be taken apart from it: by all consumers together.
+  const auto is_poisoned = [&](int tile) {
+    if constexpr (!kChecksV) return false;
+    if (!at.keys.is_partial(tile)) return false;
+    // v_ready first: it says that the checker has done with the tile that was here before.
+    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+    mbarrier_wait(shared_address(&s.v_checked[v_ring.stage]), v_ring.phase);
+    const bool (&found)[4] = s.v_poisoned[v_ring.stage];
+    return found[0] || found[1] || found[2];
+  };
+  // A key tile that no row of this consumer sees: its barriers are kept, as the others count on it.
+  const auto skip = [&](int tile) {
+    if (is_poisoned(tile)) clear_tile(shared_address(s.sV[v_ring.stage]));
+    mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
+    free_k();
+    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+    free_v();
+  };
+  // NaN and Inf of the next tile of V, whose key tile this is, go to the rows that see them.
+  const auto take_apart = [&](int tile) {
+    if (!is_poisoned(tile)) return;
+    const u32 v_tile = shared_address(s.sV[v_ring.stage]);
+    add_nonfinite<Element, VLayout, kBlockN, 1>(rO, v_tile, at.mask, at.first_row, tile * kBlockN, 0);
+    clear_tile(v_tile);
+  };
+  // Past the key tiles that only rows of later consumers see.
+  const auto skip_to_own = [&] {
+    #pragma unroll 1
+    for (int tile = at.keys.end - 1; tile >= at.own.end; tile--) {
+      my_turn();
+      your_turn();
+      skip(tile);
+    }
+  };
+  const auto begin_rows = [&] { rows.max[0] = rows.max[1] = -infinity(0.f), rows.sum[0] = rows.sum[1] = 0.f; };
+  const auto start_tile = [&] {
+    mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
+    mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
+    my_turn();
+    start_s();
+    your_turn();
+  };
+
+  if (kTurns && consumer == 0) barrier_arrive(1, 256);
+  if (!next_tile()) return;
+  bool is_started = false;
+  while (true) {
+    if (!is_started) {
+      skip_to_own();
+      if (at.own.begin >= at.own.end) {
+        mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
+        free_q();
+        q_ring.next();
+        my_turn();
+        your_turn();
+        write_empty(p, s.work[slot.stage].work, at.first_row, 16, thread_index() % 32, 32);
+        free_slot(slot.stage);
+        slot.next();
+        if (!next_tile()) return;
+        continue;
+      }
+      start_tile();
+      wgmma_wait<0>();
+      begin_rows();
+      finish_s(at.own.end - 1, true);
+      pack(rP, rS);
+    }
+    q_ring.next();
+    #pragma unroll
+    for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] = 0.f;
+    int tile = at.own.end - 1;
+    // O of this key tile and S of the next.
+    const auto step = [&](bool may_be_partial) {
+      mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
+      my_turn();
+      start_s();
+      start_o();
+      your_turn();
+      wgmma_wait<1>();
+      finish_s(--tile, may_be_partial);
+      wgmma_wait<0>();
+      finish_o();
+      pack(rP, rS);
+      if (moved) {
+        #pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] *= alpha[i / 2 % 2];
+      }
+    };
+    // From plain_begin to plain_end a step has neither a V to look through nor an S to mask. A loop of its own: it is shorter.
+    const int plain_begin = max(max(at.own.full_begin + 1, at.keys.full_begin), at.own.begin + 1);
+    const int plain_end = min(at.own.full_end + 1, at.keys.full_end);
+    while (true) {
+      take_apart(tile);
+      if (tile == at.own.begin) break;
+      step(true);
+      if (tile < plain_end) {
+        #pragma unroll 1
+        while (tile >= plain_begin) step(false);
+      }
+    }
+    const Rows finished = rows;
+    const u32 finished_slot = slot.stage;
+    const auto write_finished = [&] {
+      write_out(rO, finished, shared_address(s.sO[consumer]), p, s.work[finished_slot].work, 9 + consumer);
+      free_slot(finished_slot);
+    };
+    my_turn();
+    start_o();
+    your_turn();
+    // Beside this last product the next tile begins.
+    const bool has_tail = kMaskLeft && at.own.begin > at.keys.begin;
+    bool is_last = false, is_found = false;
+    if (!has_tail) {
+      slot.next();
+      is_last = !look();
+      is_found = !is_last && at.keys.begin < at.keys.end;
+    }
+    is_started = is_found && at.own.begin < at.own.end;
+    if (is_started) {
+      const bool skips = at.own.end < at.keys.end;
+      if (skips) {                              // the tiles of V on the way may need the place of the last one
+        wgmma_wait<0>();
+        free_v();
+        skip_to_own();
+      }
+      start_tile();
+      wgmma_wait<1>();
+      wgmma_pin(flat(rO));
+      if (!skips) free_v();
+      write_finished();                         // while S is computed
+      wgmma_wait<0>();
+      begin_rows();
+      finish_s(at.own.end - 1, true);
+      pack(rP, rS);
+      continue;
+    }
+    wgmma_wait<0>();
+    finish_o();
+    write_finished();
+    if (is_last) return;
+    if (has_tail) {
+      #pragma unroll 1
+      for (tile = at.own.begin - 1; tile >= at.keys.begin; tile--) {
+        // The turn of this step was that of the last product: this one is of the next.
+        skip(tile);
+        my_turn();
+        your_turn();
+      }
+      slot.next();
+    }
+    if (!is_found && !next_tile()) return;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_constant__ TmaParams p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  SharedStorage& s = *(SharedStorage*)smem;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kSlots; i++) {
+      mbarrier_init(shared_address(&s.work_ready[i]), 1);
+      mbarrier_init(shared_address(&s.work_free[i]), kConsumers * 128 + kChecksV * kCheckers);
+    }
+    for (int i = 0; i < kConsumers; i++) {
+      mbarrier_init(shared_address(&s.q_ready[i]), 1);
+      mbarrier_init(shared_address(&s.q_free[i]), 1);
+    }
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(shared_address(&s.k_ready[i]), 1);
+      mbarrier_init(shared_address(&s.v_ready[i]), 1);
+      mbarrier_init(shared_address(&s.k_free[i]), kConsumers);
+      mbarrier_init(shared_address(&s.v_free[i]), kConsumers + kChecksV * kCheckers);
+      mbarrier_init(shared_address(&s.v_checked[i]), kCheckers);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    set_fewer_registers<kLoaderRegisters>();
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) load_tiles(s, p);
+    else if constexpr (kChecksV) check_tiles(s);
+  } else {
+    set_more_registers<kConsumerRegisters>();
+    attend(s, p, warpgroup - 1);
+    if (kTmaOut && threadIdx.x % 128 == 0) tma_store_wait();    // before shared memory goes
+  }
+}
