@@ -54,8 +54,8 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     On a GPU the work is queued on the framework's current stream; nothing waits, and a CUDA graph can capture it once one
     such call has been made. Sums are float32 (float64 for float64); float32 is never rounded to TF32.
 
-    Memory: out, lse if asked for, and no scratch but 16 bytes, with a mask on Hopper. On the CPU tiles of a fixed size, and K and V of
-    one head in the type of the sums. The gradients: attention_backward, attention_vjp.
+    Memory: out, lse if asked for, and no scratch but 16 bytes, with a mask on Hopper. On the CPU tiles of a fixed size, and K
+    and V of one head in the type of the sums. The gradients: attention_backward, attention_vjp.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.

@@ -305,7 +305,7 @@ def _sm90_tile(problem: Problem, head_dim: int, head_dim_v: int) -> _Sm90Tile:
 
 
 def _sm90_smem(tile: _Sm90Tile, stages: int, head_dim: int, head_dim_v: int) -> int:
-    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, three tiles of the launch, flags of each V."""
+    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, tiles of the launch, flags of V."""
     panel = 64 if head_dim_v % 64 == 0 else 32
     out = 64 * panel * min(2, head_dim_v // panel)                              # of a consumer
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v) + tile.consumers * out)
@@ -343,8 +343,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         + (", the next one by a counter, as they take different time" if problem.varlen or has_mask else ""),
         heads_why,
     )
-    return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m, tile.block_n,
-                  heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=problem.varlen or has_mask)
+    return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
+                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=problem.varlen or has_mask)
 
 
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}

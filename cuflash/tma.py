@@ -42,8 +42,8 @@ def encode(address: int, view: View, panel: int, rows: int) -> None:
         (ctypes.c_uint32 * 4)(panel, rows, 1, 1), (ctypes.c_uint32 * 4)(1, 1, 1, 1), 0, _SWIZZLES[panel * itemsize],
         _PROMOTE_TO_256_BYTES, 0)
     if status:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status} for shape {view.shape}, strides {view.strides} elements, "
-                           f"address {view.ptr:#x}")
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status} for shape {view.shape}, strides {view.strides} "
+                           f"elements, address {view.ptr:#x}")
 
 
 def replace_address(address: int, pointer: int) -> None:
