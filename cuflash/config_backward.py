@@ -12,6 +12,8 @@ from .config_base import (
     Config,
     Device,
     Kernel,
+    no_tile,
+    not_16_bit,
     round_up,
     shared_constants,
     vec_bytes,
@@ -40,13 +42,12 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> 
 # --------------------------------------------------------------------------------------------------------------- sm80
 
 def _refuse_sm80(problem: BackwardProblem, device: Device) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+    if (reason := not_16_bit(problem)) is not None:
+        return reason
     if device.compute_capability < (8, 0):
         return "the backward needs compute capability 8.0 or newer (cp.async; mma.sync with bfloat16)"
     if _sm80_tile(problem, device) is None:
-        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
-                "memory that a block may have")
+        return no_tile(problem, device)
     return None
 
 

@@ -82,6 +82,23 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def not_16_bit(problem: Problem) -> str | None:
+    """Why tensor cores do not take the problem's dtype; None if they do."""
+    if problem.dtype in ("float16", "bfloat16"):
+        return None
+    return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+
+
+def no_tile(problem: Problem, device: Device) -> str:
+    return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
+            "memory that a block may have")
+
+
+def panel_of(head_dim: int) -> int:
+    """Columns of a panel of a padded head: kPanel of PanelLayout in kernels/tile/layout.cuh."""
+    return 64 if head_dim % 64 == 0 else 32
+
+
 def _score_kind(problem: Problem) -> int:
     """kScoreFolded, kScoreScaled or kScoreSoftcap of kernels/attn/score.cuh."""
     if problem.softcap:

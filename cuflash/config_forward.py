@@ -7,7 +7,18 @@ import itertools
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE
-from .config_base import BLOCK_RESERVED_SMEM, SIMT_HEAD_DIMS, Config, Device, round_up, shared_constants, vec_bytes
+from .config_base import (
+    BLOCK_RESERVED_SMEM,
+    SIMT_HEAD_DIMS,
+    Config,
+    Device,
+    no_tile,
+    not_16_bit,
+    panel_of,
+    round_up,
+    shared_constants,
+    vec_bytes,
+)
 from .problem import Problem
 
 
@@ -169,15 +180,14 @@ def _simt(problem: Problem, device: Device, refused) -> Config:
 # --------------------------------------------------------------------------------------------------------------- sm80
 
 def _refuse_sm80(problem: Problem, device: Device) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+    if (reason := not_16_bit(problem)) is not None:
+        return reason
     if device.compute_capability < (7, 5):
         return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
     if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
         return "bfloat16 tensor cores need compute capability 8.0 or newer"
     if _sm80_tile(problem, device) is None:
-        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
-                "memory that a block may have")
+        return no_tile(problem, device)
     return None
 
 
@@ -280,33 +290,31 @@ def _sm90_sizes(problem: Problem) -> tuple[int, int]:
 
 
 def _refuse_sm90(problem: Problem, device: Device) -> str | None:
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+    if (reason := not_16_bit(problem)) is not None:
+        return reason
     if device.compute_capability != (9, 0):
         return "needs compute capability 9.0 (wgmma, TMA)"
     if problem.alignment < 16 or not problem.tma:
         return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
                 "negative nor 1 TiB or more")
-    sizes = _sm90_sizes(problem)
-    if _sm90_smem(_sm90_tile(problem, *sizes), _SM90_STAGES, *sizes) > device.smem_optin:
-        return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
-                "memory that a block may have")
+    if _sm90_smem(problem) > device.smem_optin:
+        return no_tile(problem, device)
     return None
 
 
-def _sm90_tile(problem: Problem, head_dim: int, head_dim_v: int) -> _Sm90Tile:
-    if problem.softcap and max(head_dim, head_dim_v) == 64:
+def _sm90_tile(problem: Problem) -> _Sm90Tile:
+    sizes = _sm90_sizes(problem)
+    if problem.softcap and max(sizes) == 64:
         return _SM90_SOFTCAP_TILE
     is_short = problem.seqlen_q <= _SM90_SHORT_ROWS * (problem.batch if problem.varlen else 1)
-    for tiles in (_SM90_SHORT_TILES, _SM90_TILES) if is_short else (_SM90_TILES,):
-        for key in ((head_dim, head_dim_v), max(head_dim, head_dim_v)):
-            if key in tiles:
-                return tiles[key]
+    tiles = _SM90_TILES | _SM90_SHORT_TILES if is_short else _SM90_TILES
+    return tiles.get(sizes) or tiles[max(sizes)]
 
 
-def _sm90_smem(tile: _Sm90Tile, stages: int, head_dim: int, head_dim_v: int) -> int:
+def _sm90_smem(problem: Problem) -> int:
     """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, tiles of the launch, flags of V."""
-    panel = 64 if head_dim_v % 64 == 0 else 32
+    (head_dim, head_dim_v), tile, stages = _sm90_sizes(problem), _sm90_tile(problem), _SM90_STAGES
+    panel = panel_of(head_dim_v)
     out = 64 * panel * min(2, head_dim_v // panel)                              # of a consumer
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v) + tile.consumers * out)
     barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 3), 16)
@@ -315,10 +323,9 @@ def _sm90_smem(tile: _Sm90Tile, stages: int, head_dim: int, head_dim_v: int) -> 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
-    tile, stages = _sm90_tile(problem, head_dim, head_dim_v), _SM90_STAGES
-    smem = _sm90_smem(tile, stages, head_dim, head_dim_v)
+    tile, stages, smem = _sm90_tile(problem), _SM90_STAGES, _sm90_smem(problem)
     heads, heads_why = _heads_in_group(problem, device)
-    has_mask = problem.window_left is not None or problem.window_right is not None
+    counts_tiles = problem.varlen or problem.window_left is not None or problem.window_right is not None
     # A store ends with a chunk of 16 bytes, whatever of it is outside of the array.
     tma_out = problem.out_alignment == 16 and problem.out_tma and problem.head_dim_v % 8 == 0 and not problem.varlen
     constants = {
@@ -340,11 +347,11 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
                                          "TMA cannot leave out rows past the end of a sequence" if problem.varlen else
                                          "an address, stride or row of out is no multiple of 16 bytes, or a stride is negative"),
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one tile after the other"
-        + (", the next one by a counter, as they take different time" if problem.varlen or has_mask else ""),
+        + (", the next one by a counter, as they take different time" if counts_tiles else ""),
         heads_why,
     )
     return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
-                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=problem.varlen or has_mask)
+                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles)
 
 
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}

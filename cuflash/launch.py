@@ -11,7 +11,7 @@ import numpy as np
 from . import jit, tma
 from .arrays import ITEMSIZE, View
 from .config import Config, Device, Kernel, choose, kernels_of, tiled
-from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, round_up
+from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, panel_of, round_up
 from .memory import byte_extent, contiguous_strides
 from .problem import BackwardProblem, Problem, result_shapes
 
@@ -173,9 +173,9 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
 
 
 def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of what one copy takes of each array that has a tensor map: PanelLayout of kernels/tile/layout.cuh."""
+    """(columns, rows) of what one copy takes of each array that has a tensor map."""
     constants = dict(config.constants)
-    panel, panel_v = (64 if constants[name] % 64 == 0 else 32 for name in ("HEAD_DIM", "HEAD_DIM_V"))
+    panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
     boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
     return boxes | {"out": (panel_v, 64)} if constants["TMA_OUT"] else boxes
 

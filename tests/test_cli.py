@@ -657,15 +657,20 @@ def fake_gpu(monkeypatch, built):
     return built
 
 
-def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
-    forced = []
+def forced_tiers(monkeypatch, name: str) -> list[str]:
+    """The tier that is forced at each call of the function of cuflash, as they come."""
+    forced, function = [], getattr(cuflash, name)
 
-    def attention(*args, **kwargs):
+    def recording(*args, **kwargs):
         forced.append(config.forced_tier())
-        return cuflash_attention(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    cuflash_attention = cuflash.attention
-    monkeypatch.setattr(cuflash, "attention", attention)
+    monkeypatch.setattr(cuflash, name, recording)
+    return forced
+
+
+def test_on_a_gpu_each_tier_has_a_row(fake_gpu, monkeypatch, tmp_path):
+    forced = forced_tiers(monkeypatch, "attention")
     file = tmp_path / "record.json"
     code, output = run(
         "check", "--case", "seqlen 63 x 65", "--case", "transposed", "--case", "batch 0", "--json", file
@@ -718,14 +723,7 @@ def test_a_tier_that_refuses_a_layout_has_no_row(fake_gpu, tmp_path):
 )
 def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args, tiers):
     """On a tier that has gradients, and so is the forward before them: a tier is checked by itself."""
-    forced = []
-
-    def attention_varlen(*args, **kwargs):
-        forced.append(config.forced_tier())
-        return cuflash_attention_varlen(*args, **kwargs)
-
-    cuflash_attention_varlen = cuflash.attention_varlen
-    monkeypatch.setattr(cuflash, "attention_varlen", attention_varlen)
+    forced = forced_tiers(monkeypatch, "attention_varlen")
     code, output = run("check", "--case", "packed backward, several", "--dtype", "float16", *args)
     assert code == 0 and output.count("packed backward, several") == len(tiers)
     assert list(dict.fromkeys(forced)) == tiers
