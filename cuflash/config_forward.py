@@ -277,10 +277,10 @@ class _Sm90Tile(NamedTuple):
 
 # By the two padded head dims, else by the wider of them. Measured on the H200: docs/fwd_sm90.md.
 _SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _Sm90Tile(3, 80, True), 192: _Sm90Tile(2, 96, True),
-               (192, 128): _Sm90Tile(2, 96, False), 256: _Sm90Tile(2, 64, True)}
-# The same for sequences of few rows in the mean: less of a tile lies past their ends.
-_SM90_SHORT_TILES = {128: _Sm90Tile(2, 128, True)}
-_SM90_SHORT_ROWS = 1024
+               (192, 128): _Sm90Tile(2, 96, False), 256: _Sm90Tile(2, 80, True)}
+# Those for sequences of few rows in the mean, and up to how many, without and with a mask: less of a tile lies past the ends of
+# sequences, or is masked.
+_SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 1 << 31), 256: (_Sm90Tile(2, 64, True), 512, 2048)}
 _SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
 
 
@@ -297,37 +297,46 @@ def _refuse_sm90(problem: Problem, device: Device) -> str | None:
     if problem.alignment < 16 or not problem.tma:
         return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
                 "negative nor 1 TiB or more")
-    if _sm90_smem(problem) > device.smem_optin:
+    if _sm90_smem(problem, tma_out=False) > device.smem_optin:
         return no_tile(problem, device)
     return None
+
+
+def _is_masked(problem: Problem) -> bool:
+    return problem.window_left is not None or problem.window_right is not None
 
 
 def _sm90_tile(problem: Problem) -> _Sm90Tile:
     sizes = _sm90_sizes(problem)
     if problem.softcap and max(sizes) == 64:
         return _SM90_SOFTCAP_TILE
-    is_short = problem.seqlen_q <= _SM90_SHORT_ROWS * (problem.batch if problem.varlen else 1)
-    tiles = _SM90_TILES | _SM90_SHORT_TILES if is_short else _SM90_TILES
-    return tiles.get(sizes) or tiles[max(sizes)]
+    name = sizes if sizes in _SM90_TILES else max(sizes)
+    if name in _SM90_SHORT_TILES:
+        tile, *rows = _SM90_SHORT_TILES[name]
+        if problem.seqlen_q <= rows[_is_masked(problem)] * (problem.batch if problem.varlen else 1):
+            return tile
+    return _SM90_TILES[name]
 
 
-def _sm90_smem(problem: Problem) -> int:
+def _sm90_smem(problem: Problem, tma_out: bool) -> int:
     """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, tiles of the launch, flags of V."""
     (head_dim, head_dim_v), tile, stages = _sm90_sizes(problem), _sm90_tile(problem), _SM90_STAGES
     panel = panel_of(head_dim_v)
-    out = 64 * panel * min(2, head_dim_v // panel)                              # of a consumer
+    out = 64 * panel * min(2, head_dim_v // panel) if tma_out else 0            # of a consumer
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v) + tile.consumers * out)
-    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 3), 16)
-    return round_up(arrays + barriers + 3 * round_up(60 + 16 * tile.consumers, 16) + 4 * stages, 1024)
+    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2), 16)
+    return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
-    tile, stages, smem = _sm90_tile(problem), _SM90_STAGES, _sm90_smem(problem)
+    tile, stages = _sm90_tile(problem), _SM90_STAGES
     heads, heads_why = _heads_in_group(problem, device)
-    counts_tiles = problem.varlen or problem.window_left is not None or problem.window_right is not None
+    counts_tiles = problem.varlen or _is_masked(problem)
     # A store ends with a chunk of 16 bytes, whatever of it is outside of the array.
-    tma_out = problem.out_alignment == 16 and problem.out_tma and problem.head_dim_v % 8 == 0 and not problem.varlen
+    can_tma_out = problem.out_alignment == 16 and problem.out_tma and problem.head_dim_v % 8 == 0 and not problem.varlen
+    tma_out = can_tma_out and _sm90_smem(problem, tma_out=True) <= device.smem_optin
+    smem = _sm90_smem(problem, tma_out)
     constants = {
         **shared_constants(problem),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "WHOLE_HEADS": int(problem.head_dim_v == head_dim_v),
@@ -344,6 +353,7 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}; the copies pad with "
         "zeros",
         f"tma_out = {int(tma_out)}  # " + ("out is written by TMA" if tma_out else
+                                         "no shared memory is left for out on its way" if can_tma_out else
                                          "TMA cannot leave out rows past the end of a sequence" if problem.varlen else
                                          "an address, stride or row of out is no multiple of 16 bytes, or a stride is negative"),
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one tile after the other"

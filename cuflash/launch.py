@@ -177,7 +177,7 @@ def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
     constants = dict(config.constants)
     panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
     boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
-    return boxes | {"out": (panel_v, 64)} if constants["TMA_OUT"] else boxes
+    return boxes | {"out": (panel_v, 16)} if constants["TMA_OUT"] else boxes
 
 
 # -------------------------------------------------------------------------------------------------------------- launches

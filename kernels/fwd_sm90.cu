@@ -3,8 +3,8 @@
 //   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
 //
 // A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
-// one warp loads by TMA and the others look for NaN; each of the kConsumers other warpgroups owns 64 rows of a tile from Q to O.
-//   work_ready[i]:  loader -> all, which tile is next                   work_free[i]: all -> loader, they have read it
+// one warp plans, one loads by TMA and two look for NaN; each of the kConsumers other warpgroups owns 64 rows of a tile from Q to O.
+//   work_ready[i]:  planner -> all, which tile is next                  work_free[i]: all -> planner, they have done with it
 //   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
 //   k_ready[s]:     loader -> consumers, a key tile of K has landed     k_free[s]: back, all have multiplied by it
 //   v_ready[s], v_free[s]: the same of V                                v_checked[s]: checkers -> consumers, v_poisoned is there
@@ -52,30 +52,40 @@ using QLayout = PanelLayout<64, kHeadDim>;      // of one consumer
 using KLayout = PanelLayout<kBlockN, kHeadDim>;
 using VLayout = PanelLayout<kBlockN, kHeadDimV>;
 using OLayout = PanelLayout<64, kHeadDimV>;     // of one consumer
-constexpr int kOutPanels = OLayout::kPanels < 2 ? OLayout::kPanels : 2;         // that lie in shared memory
+constexpr int kOutPanels = OLayout::kPanels < 2 ? 1 : 2;                        // that lie in shared memory on their way out
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, float>;
 
-// A tile of the launch, as the loader tells it to the others.
+// A tile of the launch, as the planner tells it to the others.
 struct alignas(16) Tile {
   TileRange keys;                               // key tiles that any row sees
   TileRange own[kConsumers];                    // that the rows of a consumer see; begin = end = keys.begin: none
   int seqlen_q, seqlen_k;
+  int first_q, first_k, head_k;                 // rows of the arrays that the tile and its sequence's keys begin with
   Work work;                                    // batch < 0: there is no more
   DEV int first_row() const { return work.tile * kBlockM; }
 };
 
-constexpr int kSlots = 3;                       // for tiles of the launch: one that is written, one that is computed, the next
+// Without a mask, and a batch that is not packed, the only keys that no row sees are the zeros past the end.
+constexpr bool kChecksV = kMaskLeft || kMaskRight || kVarlen;
+constexpr int kCheckers = 2;                    // warps
+constexpr int kSlots = 2;                       // for tiles of the launch: one that is computed, the next
 
-struct alignas(1024) SharedStorage {
+// O on its way to TMA.
+template <bool> struct Staged {
+  u8 sO[kConsumers][kOutPanels][OLayout::kPanelBytes];
+  DEV u32 of(int consumer) const { return shared_address(sO[consumer]); }
+};
+template <> struct Staged<false> { DEV u32 of(int) const { return 0; } };
+
+struct alignas(1024) SharedStorage : Staged<kTmaOut> {
   u8 sQ[kConsumers][QLayout::kBytes];
   u8 sK[kStages][KLayout::kBytes];
   u8 sV[kStages][VLayout::kBytes];
-  u8 sO[kConsumers][kOutPanels][OLayout::kPanelBytes];          // on its way out
   u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages], v_checked[kStages];
   u64 work_ready[kSlots], work_free[kSlots];
   Tile work[kSlots];
-  bool v_poisoned[kStages][4];                  // whether a warp found NaN or Inf in a tile of V that some rows do not see in whole
+  alignas(2) bool v_poisoned[kStages][kCheckers];               // whether one found NaN or Inf in a tile of V that some rows do not see
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -105,39 +115,56 @@ template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row,
   for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
 }
 
-// Works out the tile of number `next` (of the thread that acts) in the launch and tells the others of it; then asks for the
-// number of the one after it, early, as the answer takes a while.
-DEV void announce(SharedStorage& s, const TmaParams& p, bool acts, u32& next, Ring<kSlots>& slot) {
-  const u32 idx = uniform(next);
-  const bool is_there = idx < num_work(p);
-  Work work = {0, 0, -1, {}, {}};
-  if (is_there) work = work_of_block<kQuerySide>(idx, p);
-  const Sequence seq(p, work);
-  const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, first_row = work.tile * kBlockM;
-  if (acts && is_there) {
-    // Q goes to the L2 cache while its place is still taken: from memory it would come late.
-    for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
-    next = p.tiles ? gridDim.x + atomicAdd((u32*)p.tiles + 2, 1) : idx + gridDim.x;
-  }
-  Tile& t = s.work[slot.stage];
-  mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-  if (acts) t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k, t.work = work;
-  const HeadMask mask(p, seqlen_q, seqlen_k);
+// Small key tiles gain by it, large ones lose: it takes from the L2 cache what others wait for.
+constexpr bool kPrefetchKeys = KLayout::kBytes + VLayout::kBytes <= 32768;
+
+// The planner, one warp, of which one thread acts: works out the tiles of this block one ahead.
+DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
+  const bool acts = thread_index() % 32 == 0;
+  u32 next = blockIdx.x;                        // of the thread that acts
+  Ring<kSlots> slot;
+  bool is_there = true;
   #pragma unroll 1
-  for (int c = -1; c < kConsumers; c++) {       // -1: of the block
-    const int row = first_row + max(c, 0) * 64, end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
-    TileRange keys = {};
-    if (row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
-    if (acts && c < 0) t.keys = keys;
-    if (keys.begin >= keys.end) keys.begin = keys.end = t.keys.begin;
-    if (acts && c >= 0) t.own[c] = keys;
+  while (is_there) {
+    const u32 idx = uniform(next);
+    is_there = idx < num_work(p);
+    Work work = {0, 0, -1, {}, {}};
+    if (is_there) work = work_of_block<kQuerySide>(idx, p);
+    const Sequence seq(p, work);
+    const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, first_row = work.tile * kBlockM, head_k = seq.head_k(work.head);
+    if (acts && is_there) {
+      // Q goes to the L2 cache while its place is still taken: from memory it would come late.
+      for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
+      // The answer takes a while.
+      next = p.tiles ? gridDim.x + atomicAdd((u32*)p.tiles + 2, 1) : idx + gridDim.x;
+    }
+    Tile& t = s.work[slot.stage];
+    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+    if (acts) t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k, t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k, t.work = work;
+    const HeadMask mask(p, seqlen_q, seqlen_k);
+    #pragma unroll 1
+    for (int c = -1; c < kConsumers; c++) {     // -1: of the block
+      const int row = first_row + max(c, 0) * 64, end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
+      TileRange keys = {};
+      if (row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
+      if (acts && c < 0) {
+        t.keys = keys;
+        if (kPrefetchKeys && keys.begin < keys.end) {
+          const int first_key = seq.first_k + (keys.end - 1) * kBlockN;
+          prefetch_tile<KLayout>(&p.k_map, first_key, head_k, seq.batch);
+          prefetch_tile<VLayout>(&p.v_map, first_key, head_k, seq.batch);
+        }
+      }
+      if (keys.begin >= keys.end) keys.begin = keys.end = t.keys.begin;
+      if (acts && c >= 0) t.own[c] = keys;
+    }
+    if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+    __syncwarp();
+    slot.next();
   }
-  if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
-  __syncwarp();
-  slot.next();
 }
 
-// The loader, one warp, of which one thread acts. It works out a tile of the launch while the one before is on its way.
+// The loader, one warp, of which one thread acts.
 DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() == 0;
   if (acts) {
@@ -145,63 +172,53 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
-  u32 next = blockIdx.x;
-  Ring<kSlots> announced, slot;
+  Ring<kSlots> slot;
   Ring<1> q;
   Ring<kStages> kv;
-  Work work = {};
-  int begin = 0, end = 0;
   #pragma unroll 1
   while (true) {
-    const Sequence seq(p, work);
-    const int head_k = seq.head_k(work.head), last = max(end - 1, begin);
-    #pragma unroll 1
-    for (int tile = last; tile >= begin; tile--) {
-      if (begin < end) {
-        const int row = seq.first_k + tile * kBlockN;
-        const u32 k_ready = shared_address(&s.k_ready[kv.stage]), v_ready = shared_address(&s.v_ready[kv.stage]);
-        mbarrier_wait(shared_address(&s.k_free[kv.stage]), kv.phase ^ 1);
-        if (acts) {
-          mbarrier_expect(k_ready, KLayout::kBytes);
-          load_tile<KLayout>(shared_address(s.sK[kv.stage]), &p.k_map, k_ready, row, head_k, seq.batch);
-        }
-        if (tile == last) {
-          const int row_q = seq.first_q + work.tile * kBlockM;
-          #pragma unroll 1
-          for (int c = 0; c < kConsumers; c++) {
-            const u32 q_ready = shared_address(&s.q_ready[c]);
-            mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
-            if (acts) {
-              mbarrier_expect(q_ready, QLayout::kBytes);
-              load_tile<QLayout>(shared_address(s.sQ[c]), &p.q_map, q_ready, row_q + c * 64, work.head, seq.batch);
-            }
-          }
-          q.next();
-        }
-        mbarrier_wait(shared_address(&s.v_free[kv.stage]), kv.phase ^ 1);
-        if (acts) {
-          mbarrier_expect(v_ready, VLayout::kBytes);
-          load_tile<VLayout>(shared_address(s.sV[kv.stage]), &p.v_map, v_ready, row, head_k, seq.batch);
-        }
-        kv.next();
-      }
-      if (tile == max(last - 1, begin)) announce(s, p, acts, next, announced);
-    }
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const Tile& t = s.work[slot.stage];
-    work = t.work;
-    begin = uniform(t.keys.begin), end = uniform(t.keys.end);
-    if (uniform(work.batch) < 0) return;
+    const int batch = uniform(t.work.batch), head = t.work.head, head_k = t.head_k, first_q = t.first_q, first_k = t.first_k;
+    const int begin = uniform(t.keys.begin), end = uniform(t.keys.end), array_batch = kVarlen ? 0 : batch;
+    if (batch < 0) return;
+    __syncwarp();
+    if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
     slot.next();
+    #pragma unroll 1
+    for (int tile = end - 1; tile >= begin; tile--) {
+      const int row = first_k + tile * kBlockN;
+      const u32 k_ready = shared_address(&s.k_ready[kv.stage]), v_ready = shared_address(&s.v_ready[kv.stage]);
+      mbarrier_wait(shared_address(&s.k_free[kv.stage]), kv.phase ^ 1);
+      if (acts) {
+        mbarrier_expect(k_ready, KLayout::kBytes);
+        load_tile<KLayout>(shared_address(s.sK[kv.stage]), &p.k_map, k_ready, row, head_k, array_batch);
+      }
+      if (tile == end - 1) {
+        #pragma unroll 1
+        for (int c = 0; c < kConsumers; c++) {
+          const u32 q_ready = shared_address(&s.q_ready[c]);
+          mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
+          if (acts) {
+            mbarrier_expect(q_ready, QLayout::kBytes);
+            load_tile<QLayout>(shared_address(s.sQ[c]), &p.q_map, q_ready, first_q + c * 64, head, array_batch);
+          }
+        }
+        q.next();
+      }
+      mbarrier_wait(shared_address(&s.v_free[kv.stage]), kv.phase ^ 1);
+      if (acts) {
+        mbarrier_expect(v_ready, VLayout::kBytes);
+        load_tile<VLayout>(shared_address(s.sV[kv.stage]), &p.v_map, v_ready, row, head_k, array_batch);
+      }
+      kv.next();
+    }
   }
 }
 
-// Without a mask, and a batch that is not packed, the only keys that no row sees are the zeros past the end.
-constexpr bool kChecksV = kMaskLeft || kMaskRight || kVarlen;
-constexpr int kCheckers = 3;                    // warps
-
 // The checkers look through the partly masked tiles of V, each warp through its part.
 DEV void check_tiles(SharedStorage& s) {
-  const int warp = uniform(thread_index() / 32) - 1;
+  const int warp = uniform(thread_index() / 32) - 2;
   const bool speaks = thread_index() % 32 == 0;
   Ring<kSlots> slot;
   Ring<kStages> kv;
@@ -219,7 +236,7 @@ DEV void check_tiles(SharedStorage& s) {
       bool found = false;
       if (keys.is_partial(tile))
         found = __any_sync(0xffffffff, scan_nonfinite<Element, VLayout::kBytes, kCheckers * 32, false>(
-                                           shared_address(s.sV[kv.stage]), thread_index() - 32));
+                                           shared_address(s.sV[kv.stage]), thread_index() - 64));
       if (speaks) {
         s.v_poisoned[kv.stage][warp] = found;
         mbarrier_arrive(shared_address(&s.v_checked[kv.stage]));
@@ -252,12 +269,12 @@ DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
   wgmma_commit();
 }
 
-// Starts O += P V.
-DEV void multiply_pv(Output& rO, const Weights& rP, u64 v) {
+// Starts O += P V, or O = P V.
+DEV void multiply_pv(Output& rO, const Weights& rP, u64 v, bool add) {
   wgmma_fence();
   #pragma unroll
   for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_rs<Element>(flat(rO), rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), true);
+    wgmma_rs<Element>(flat(rO), rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
   wgmma_commit();
 }
 
@@ -341,13 +358,12 @@ DEV void clear_tile(u32 v_tile) {
   barrier_sync(kBarrier, kAll);
 }
 
-// Writes the 64 rows of a consumer, from registers through its part of sO, some panels at a time.
-DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaParams& p, const Work& work, u32 barrier) {
-  constexpr int kPanel = OLayout::kPanel, kChunks = OLayout::kChunks, kRowsAtOnce = 32 / kChunks;
+// Writes the 16 rows of a warp: panel after panel through its part of sO to TMA, or from registers.
+DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaParams& p, const Work& work) {
   const Sequence seq(p, work);
-  const u32 thread = thread_index() % 128, lane = thread % 32;
-  const int consumer_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64, warp_row = thread / 32 * 16;
-  const int first_row = consumer_row + warp_row;
+  const u32 lane = thread_index() % 32;
+  const int warp_row = (int)(thread_index() % 128 / 32) * 16;
+  const int first_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64 + warp_row;
   float* gLse = (float*)p.lse + seq.row_index(work.head);
   float inverse[2];
   #pragma unroll
@@ -361,52 +377,45 @@ DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaPara
     if (p.lse && lane % 4 == 0 && row < seq.rows_q)
       gLse[row] = sum == 0.f ? -infinity(0.f) : (rows.max[r] + log2f(sum)) * 0.6931471806f;
   }
-  #pragma unroll
-  for (int first = 0; first < OLayout::kPanels; first += kOutPanels) {
-    if constexpr (kTmaOut) {
-      if (thread == 0) tma_store_wait();                        // what was here has been read
-      barrier_sync(barrier, 128);
-    } else {
-      __syncwarp();
-    }
+  if constexpr (kTmaOut) {
     #pragma unroll
-    for (int d = first * kChunks; d < min(first + kOutPanels, OLayout::kPanels) * kChunks; d += 2) {
-      u32 word[4];
+    for (int panel = 0; panel < OLayout::kPanels; panel++) {
+      const u32 sPanel = staged + panel % kOutPanels * OLayout::kPanelBytes;
+      if (lane == 0) tma_store_wait<kOutPanels - 1>();          // what was here has been read
+      __syncwarp();
       #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const float (&x)[4] = rO[0][d + j / 2];
-        word[j] = pack2<Element>(x[j % 2 * 2] * inverse[j % 2], x[j % 2 * 2 + 1] * inverse[j % 2]);
-        if (kVarlen && inverse[j % 2] == 0.f) word[j] = 0;      // of a row that takes no part O is anything
-      }
-      stmatrix_x4(staged + OLayout::offset(warp_row + lane % 16, d - first * kChunks + lane / 16), word);
-    }
-    if constexpr (kTmaOut) {
-      fence_async_proxy();
-      barrier_sync(barrier, 128);
-      if (thread == 0) {
+      for (int chunk = 0; chunk < OLayout::kChunks; chunk += 2) {
+        u32 word[4];
         #pragma unroll
-        for (int panel = first; panel < min(first + kOutPanels, OLayout::kPanels); panel++)
-          tma_store(&p.out_map, staged + (panel - first) * OLayout::kPanelBytes, panel * kPanel, consumer_row, work.head, seq.batch);
+        for (int j = 0; j < 4; j++) {
+          const float (&x)[4] = rO[0][panel * OLayout::kChunks + chunk + j / 2];
+          word[j] = pack2<Element>(x[j % 2 * 2] * inverse[j % 2], x[j % 2 * 2 + 1] * inverse[j % 2]);
+        }
+        stmatrix_x4(sPanel + OLayout::offset(warp_row + lane % 16, chunk + lane / 16), word);
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) {
+        tma_store(&p.out_map, sPanel + warp_row * OLayout::kSwizzleBytes, panel * OLayout::kPanel, first_row, work.head, seq.batch);
         tma_store_commit();
       }
-    } else {
-      __syncwarp();
-      const int row = warp_row + lane / kChunks, chunk = lane % kChunks;
-      char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head)
-                         + (consumer_row + row) * p.out_strides.row + first * kPanel + chunk * 8);
+    }
+  } else {
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int row = first_row + r * 8 + lane / 4, column = lane % 4 * 8;
+      char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head) + row * p.out_strides.row + column);
       #pragma unroll
-      for (int panel = first; panel < min(first + kOutPanels, OLayout::kPanels); panel++) {
+      for (int d = 0; d < kHeadDimV / 8; d += 4) {
+        u32 word[4];
         #pragma unroll
-        for (int below = 0; below < 16; below += kRowsAtOnce) {
-          const Chunk c = load_shared(staged + OLayout::offset(row + below, (panel - first) * kChunks + chunk));
-          char* to = gO + (below * p.out_strides.row + (panel - first) * kPanel) * 2;
-          if constexpr (kWholeHeads && kOutVecBytes == 16) {
-            store_global_if(consumer_row + row + below < seq.rows_q, to, c);
-          } else {
-            if (consumer_row + row + below < seq.rows_q)
-              store_chunk<kOutVecBytes>(to, c, kWholeHeads ? 16 : (p.head_dim_v - panel * kPanel - chunk * 8) * 2);
-          }
+        for (int j = 0; j < 4; j++) {
+          word[j] = pack2<Element>(rO[0][d + j][2 * r] * inverse[r], rO[0][d + j][2 * r + 1] * inverse[r]);
+          if (kVarlen && inverse[r] == 0.f) word[j] = 0;        // of a row that takes no part O is anything
         }
+        const Chunk c = transpose_quad(word, lane % 4);
+        if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < seq.rows_q, gO + d * 16, c);
+        else if (row < seq.rows_q) store_chunk<kOutVecBytes>(gO + d * 16, c, kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * 2);
       }
     }
   }
@@ -456,8 +465,12 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   Output rO;
   float alpha[2];
   bool moved;
+  bool is_fresh = true;                         // O holds nothing of this tile yet
 
-  const auto free_slot = [&](u32 stage) { mbarrier_arrive(shared_address(&s.work_free[stage])); };
+  const auto free_slot = [&](u32 stage) {
+    __syncwarp();
+    if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&s.work_free[stage]));
+  };
   // Reads the tile of the launch that is next. False: there is none.
   const auto look = [&] {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
@@ -480,12 +493,19 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     }
     return false;
   };
+  // V has landed and, if they look at it, been checked: they wait for its landing themselves.
+  const auto await_v = [&] {
+    mbarrier_wait(shared_address(kChecksV ? &s.v_checked[v_ring.stage] : &s.v_ready[v_ring.stage]), v_ring.phase);
+  };
   const auto my_turn = [&] { if (kTurns) barrier_sync(1 + consumer, 256); };
   const auto your_turn = [&] { if (kTurns) barrier_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256); };
-  const auto start_s = [&] { multiply_qk(rS, q, descriptor_step(k, k_ring.stage * KLayout::kBytes)); };
-  const auto start_o = [&] {
-    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
-    multiply_pv(rO, rP, descriptor_step(v, v_ring.stage * VLayout::kBytes));
+  // Q's descriptors depend on the stage too, by nothing: computed before the loop they would not all find uniform registers.
+  const auto start_s = [&] {
+    multiply_qk(rS, descriptor_step(q, k_ring.stage / kStages * 16), descriptor_step(k, k_ring.stage * KLayout::kBytes));
+  };
+  const auto start_o = [&](bool add) {
+    await_v();
+    multiply_pv(rO, rP, descriptor_step(v, v_ring.stage * VLayout::kBytes), add);
   };
   const auto free_k = [&] {
     if (speaks) mbarrier_arrive(shared_address(&s.k_free[k_ring.stage]));
@@ -514,24 +534,26 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   const auto is_poisoned = [&](int tile) {
     if constexpr (!kChecksV) return false;
     if (!at.keys.is_partial(tile)) return false;
-    // v_ready first: it says that the checker has done with the tile that was here before.
-    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
-    mbarrier_wait(shared_address(&s.v_checked[v_ring.stage]), v_ring.phase);
-    const bool (&found)[4] = s.v_poisoned[v_ring.stage];
-    return found[0] || found[1] || found[2];
+    await_v();
+    return *(const u16*)s.v_poisoned[v_ring.stage] != 0;
   };
   // A key tile that no row of this consumer sees: its barriers are kept, as the others count on it.
   const auto skip = [&](int tile) {
     if (is_poisoned(tile)) clear_tile(shared_address(s.sV[v_ring.stage]));
     mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
     free_k();
-    mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+    await_v();
     free_v();
   };
   // NaN and Inf of the next tile of V, whose key tile this is, go to the rows that see them.
   const auto take_apart = [&](int tile) {
     if (!is_poisoned(tile)) return;
     const u32 v_tile = shared_address(s.sV[v_ring.stage]);
+    if (is_fresh) {
+      #pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] = 0.f;
+      is_fresh = false;
+    }
     add_nonfinite<Element, VLayout, kBlockN, 1>(rO, v_tile, at.mask, at.first_row, tile * kBlockN, 0);
     clear_tile(v_tile);
   };
@@ -578,16 +600,16 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       pack(rP, rS);
     }
     q_ring.next();
-    #pragma unroll
-    for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] = 0.f;
+    is_fresh = true;
     int tile = at.own.end - 1;
     // O of this key tile and S of the next.
-    const auto step = [&](bool may_be_partial) {
+    const auto step = [&](bool may_be_partial, bool may_be_fresh) {
       mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
       my_turn();
       start_s();
-      start_o();
+      start_o(!may_be_fresh || !is_fresh);
       your_turn();
+      if (may_be_fresh) is_fresh = false;
       wgmma_wait<1>();
       finish_s(--tile, may_be_partial);
       wgmma_wait<0>();
@@ -604,20 +626,20 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     while (true) {
       take_apart(tile);
       if (tile == at.own.begin) break;
-      step(true);
+      step(true, true);
       if (tile < plain_end) {
         #pragma unroll 1
-        while (tile >= plain_begin) step(false);
+        while (tile >= plain_begin) step(false, false);
       }
     }
     const Rows finished = rows;
     const u32 finished_slot = slot.stage;
     const auto write_finished = [&] {
-      write_out(rO, finished, shared_address(s.sO[consumer]), p, s.work[finished_slot].work, 9 + consumer);
+      write_out(rO, finished, s.of(consumer), p, s.work[finished_slot].work);
       free_slot(finished_slot);
     };
     my_turn();
-    start_o();
+    start_o(!is_fresh);
     your_turn();
     // Beside this last product the next tile begins.
     const bool has_tail = kMaskLeft && at.own.begin > at.keys.begin;
@@ -670,7 +692,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; i++) {
       mbarrier_init(shared_address(&s.work_ready[i]), 1);
-      mbarrier_init(shared_address(&s.work_free[i]), kConsumers * 128 + kChecksV * kCheckers);
+      mbarrier_init(shared_address(&s.work_free[i]), 1 + kConsumers * 4 + kChecksV * kCheckers);
     }
     for (int i = 0; i < kConsumers; i++) {
       mbarrier_init(shared_address(&s.q_ready[i]), 1);
@@ -691,10 +713,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
     set_fewer_registers<kLoaderRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) load_tiles(s, p);
+    else if (warp == 1) plan_tiles(s, p);
     else if constexpr (kChecksV) check_tiles(s);
   } else {
     set_more_registers<kConsumerRegisters>();
     attend(s, p, warpgroup - 1);
-    if (kTmaOut && threadIdx.x % 128 == 0) tma_store_wait();    // before shared memory goes
+    if (kTmaOut && threadIdx.x % 32 == 0) tma_store_wait<0>();  // before shared memory goes
   }
 }

@@ -57,6 +57,9 @@ DEV Sizes sizes_of(const FwdParams& p, int batch, int num_levels) {
   return {(own.rows + kTile - 1) / kTile, min(other.used / kTile, num_levels - 1)};
 }
 
+// What a tile of this level counts for. Without a right mask the levels begin at 0: less than a tile of the other side.
+DEV float work_of_level(int level) { return (float)(kByLevel ? level : level + 1); }
+
 // Turns counts by level into the place of each level's first tile: one behind all that have more work. Returns the number of
 // tiles, and in `num_long` of those that hold three quarters of the work.
 DEV int places_of(int* histogram, int num_levels, int* sWarps, float work, int& num_long) {
@@ -73,12 +76,10 @@ DEV int places_of(int* histogram, int num_levels, int* sWarps, float work, int& 
     const int end = scan(own, total, sWarps) + tiles;
     tiles += total;
     if (level >= 0) histogram[level] = end - own;
-    if (kByLevel) {
-      float total_work;
-      const float own_work = (float)level * own, work_end = scan(own_work, total_work, sWarps) + work_done;
-      work_done += total_work;
-      if (own > 0 && work_end - own_work < 0.75f * work) atomicMax(&num_long, end);
-    }
+    float total_work;
+    const float own_work = work_of_level(level) * own, work_end = scan(own_work, total_work, sWarps) + work_done;
+    work_done += total_work;
+    if (own > 0 && work_end - own_work < 0.75f * work) atomicMax(&num_long, end);
   }
   return tiles;
 }
@@ -98,6 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) varlen_tiles(const FwdPar
       atomicAdd(&s.work, 0.5f * sizes.num_tiles * (sizes.num_tiles + 1.f));
     } else {
       atomicAdd(&histogram[sizes.work], sizes.num_tiles);
+      atomicAdd(&s.work, work_of_level(sizes.work) * sizes.num_tiles);
     }
   }
   __syncthreads();
@@ -106,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) varlen_tiles(const FwdPar
   if (threadIdx.x == 0) {
     const u32 listed = min((u32)num_tiles, (u32)max_tiles);
     p.tiles[0] = listed;
+    p.tiles[1] = min((u32)s.num_long, listed);
     p.tiles[2] = 0;
-    p.tiles[1] = kByLevel ? min((u32)s.num_long, listed) : listed;
   }
 
   for (int first_batch = 0; first_batch <= p.batch; first_batch += kThreads) {

@@ -20,8 +20,8 @@ DEV void tma_store(const TensorMap* map, u32 src, int column, int row, int head,
                :: "l"(map), "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 DEV void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Returns when all groups of this thread have read shared memory.
-DEV void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Returns when all groups of this thread but the last kPending have read shared memory.
+template <int kPending> DEV void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }
 DEV void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
 
 DEV void mbarrier_init(u32 barrier, int arrivals) {
