@@ -39,6 +39,76 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> 
                    f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
 
 
+# --------------------------------------------------------------------------------------------------------------- sm90
+
+class _Sm90Tile(NamedTuple):
+    block_m: int
+    dq_later: bool          # half of dq of a tile leaves beside the next one
+    k_panel: int            # columns of a panel of K: a warpgroup's half of dq begins with one
+
+
+_SM90_BLOCK_N = 128         # two warpgroups own 64 keys each
+_SM90_STAGES = 2
+# By the padded head dim, the wider of the two.
+_SM90_TILES = {64: _Sm90Tile(128, False, 64), 96: _Sm90Tile(64, True, 16), 128: _Sm90Tile(64, True, 64)}
+_SM90_BLOCK_WORK = 88       # BlockWork of kernels/bwd_sm90.cu
+
+
+def _sm90_head_dim(problem: BackwardProblem) -> int | None:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return next((size for size in _SM90_TILES if size >= widest), None)
+
+
+def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
+    if (reason := not_16_bit(problem)) is not None:
+        return reason
+    if device.compute_capability != (9, 0):
+        return "needs compute capability 9.0 (wgmma, TMA)"
+    if _sm90_head_dim(problem) is None:
+        return f"dk and dv of head_dim above {max(_SM90_TILES)} take more registers than a warpgroup has"
+    if problem.alignment < 16 or not problem.tma:
+        return ("TMA cannot address q, k, v and dout: their addresses and strides must be multiples of 16 bytes, and strides "
+                "neither negative nor 1 TiB or more")
+    if _sm90_smem(problem) > device.smem_optin:
+        return no_tile(problem, device)
+    return None
+
+
+def _sm90_smem(problem: BackwardProblem) -> int:
+    """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; lse and delta of rows; whether keys are finite;
+    barriers."""
+    head_dim, block_n, stages = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES
+    block_m = _SM90_TILES[head_dim].block_m
+    tiles = 2 * (2 * head_dim * (block_n + stages * block_m) + stages * block_m * block_n)
+    return round_up(tiles + 8 * stages * block_m + 4 * block_n + 8 * (1 + 4 * stages) + _SM90_BLOCK_WORK, 1024)
+
+
+def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
+    head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
+    tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
+    dq_later = tile.dq_later and not problem.deterministic
+    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    constants = {
+        **_shared_constants(problem),
+        "HEAD_DIM": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "DQ_LATER": int(dq_later),
+        "K_PANEL": tile.k_panel,
+        "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
+    }
+    reasons = (
+        f"block_n = {block_n}  # two warpgroups own 64 keys each: a thread keeps {head_dim} numbers of dk and dv in registers",
+        f"block_m = {tile.block_m}  # S and dP of a thread take {tile.block_m} registers more; dq is halved by " +
+        ("rows" if tile.block_m == 128 else "columns"),
+        f"stages = {stages}  # Q and dO of the next query tile are copied while this one is used",
+        f"dq_later = {int(dq_later)}  # " + ("half of dq of a tile leaves beside the next one" if dq_later else
+                                            "a turn ends with its tile" if problem.deterministic else
+                                            "no registers are left to keep dq of a tile for the next"),
+        f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
+        f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
+        heads_why,
+    )
+    return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused)
+
+
 # --------------------------------------------------------------------------------------------------------------- sm80
 
 def _refuse_sm80(problem: BackwardProblem, device: Device) -> str | None:
@@ -212,9 +282,5 @@ def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
         Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), threads, 0))
 
 
-def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
-    return "it has no gradients yet: leave the tier to cuflash, or force sm80"
-
-
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}
-BUILDERS = {"sm80": _sm80, "simt": _simt}
+BUILDERS = {"sm90": _sm90, "sm80": _sm80, "simt": _simt}

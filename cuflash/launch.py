@@ -19,7 +19,8 @@ _FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"
 _FORWARD_STRIDES = ("q", "k", "v", "out")
 _BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns")
 _BACKWARD_STRIDES = ("dout", "dq", "dk", "dv")
-_TENSOR_MAPS = ("q", "k", "v", "out")           # in the order of the pointers
+_TENSOR_MAPS = ("q", "k", "v", "out")
+_BACKWARD_TENSOR_MAPS = ("q", "k", "v", "dout")
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
 
 
@@ -39,7 +40,8 @@ BWD_PARAMS = np.dtype(
     + [("softmax_scale", np.float64), ("num_query_tiles", np.int32)], align=True)
 
 _LOG2_E = 1.4426950408889634
-TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams
+TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams of fwd_sm90
+BWD_TENSOR_MAPS_OFFSET = round_up(BWD_PARAMS.itemsize, 64)  # and BwdParams in that of bwd_sm90
 MAX_GRID = 2**31 - 1
 MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
@@ -48,7 +50,7 @@ def params_constants() -> dict[str, int]:
     """The -D macros in which a kernel checks that its params are FWD_PARAMS and BWD_PARAMS."""
     offsets = {f"OFFSET_{name}": offset for name, (_, offset) in BWD_PARAMS.fields.items()}
     return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize,
-            "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET}
+            "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET, "BWD_TENSOR_MAPS_OFFSET": BWD_TENSOR_MAPS_OFFSET}
 
 
 def kernel_constants(kernel: Kernel) -> dict[str, int]:
@@ -173,8 +175,12 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
 
 
 def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of what one copy takes of each array that has a tensor map."""
+    """(columns, rows) of what one copy takes of each array that has a tensor map, in the order of the maps."""
     constants = dict(config.constants)
+    if config.kernel == "bwd_sm90":
+        panel = panel_of(constants["HEAD_DIM"])
+        return {"q": (panel, config.block_m), "k": (constants["K_PANEL"], config.block_n), "v": (panel, config.block_n),
+                "dout": (panel, config.block_m)}
     panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
     boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
     return boxes | {"out": (panel_v, 16)} if constants["TMA_OUT"] else boxes
@@ -192,7 +198,7 @@ class Launch:
     def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int):
         from cupy_backends.cuda.api.driver import launchKernel
         self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
-        memory = ctypes.create_string_buffer(TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
+        memory = ctypes.create_string_buffer(BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
         start = -ctypes.addressof(memory) % 64          # tensor maps want it
         self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
         self._params[:params.nbytes] = params.tobytes()
@@ -216,40 +222,54 @@ class Launch:
                 f"bytes of shared memory, {self._loaded[step].registers} registers a thread") from error
 
 
+class TensorMaps:
+    """Maps that follow the pointers of a call. ``boxes``: of each array that has one (boxes_of); ``address``: of the first."""
+
+    def __init__(self, address: int, views: dict[str, View], boxes: dict[str, tuple[int, int]]):
+        pointers = (*_FORWARD_POINTERS, *_BACKWARD_POINTERS)
+        # (address, place among the pointers, pointer) of each
+        self._maps = [[address + i * tma.MAP_BYTES, pointers.index(name), views[name].ptr] for i, name in enumerate(boxes)]
+        for (place, _, _), name in zip(self._maps, boxes, strict=True):
+            tma.encode(place, views[name], *boxes[name])
+
+    def follow(self, pointers: tuple[int, ...]) -> None:
+        for made in self._maps:
+            address, index, pointer = made
+            if pointers[index] != pointer:
+                tma.replace_address(address, pointers[index])
+                made[2] = pointers[index]
+
+
 class TmaLaunch(Launch):
-    """As Launch, with tensor maps behind the params. ``boxes``: of each array that has one (boxes_of); ``counts``: tiles are
-    counted from 0 in the list's header.
-    """
+    """As Launch, with tensor maps behind the params. ``counts``: tiles are counted from 0 in the list's header."""
 
     def __init__(self, steps, loaded, params, num_pointers: int, views: dict[str, View], boxes: dict[str, tuple[int, int]],
                  counts: bool):
         super().__init__(steps, loaded, params, num_pointers)
         from cupy_backends.cuda.api.runtime import memsetAsync
         self._memset = memsetAsync if counts else None
-        first = ctypes.addressof(self._params) + TENSOR_MAPS_OFFSET
-        self._maps = [first + i * tma.MAP_BYTES for i in range(len(boxes))]
-        self._pointers = [views[name].ptr for name in boxes]
-        for name, address in zip(boxes, self._maps, strict=True):
-            tma.encode(address, views[name], *boxes[name])
+        self._maps = TensorMaps(ctypes.addressof(self._params) + TENSOR_MAPS_OFFSET, views, boxes)
 
     def __call__(self, stream: int, *pointers: int) -> None:
-        for i, address in enumerate(self._maps):
-            if pointers[i] != self._pointers[i]:
-                tma.replace_address(address, pointers[i])
-                self._pointers[i] = pointers[i]
+        self._maps.follow(pointers)
         if self._memset:
             self._memset(pointers[-1], 0, 4 * LIST_HEADER, stream)
         super().__call__(stream, *pointers)
 
 
 class BackwardLaunch(Launch):
-    """As Launch; the pointers are those of a forward and then the backward's own."""
+    """As Launch; the pointers are those of a forward and then the backward's own. ``boxes``: of the arrays that have tensor
+    maps, behind the params.
+    """
 
-    def __init__(self, steps, loaded, params):
+    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, int]]):
         super().__init__(steps, loaded, params, len(_FORWARD_POINTERS))
         self._pack_own = struct.Struct(f"={len(_BACKWARD_POINTERS)}Q").pack_into
+        self._maps = TensorMaps(ctypes.addressof(self._params) + BWD_TENSOR_MAPS_OFFSET, views, boxes) if boxes else None
 
     def __call__(self, stream: int, *pointers: int) -> None:
+        if self._maps:
+            self._maps.follow(pointers)
         first = len(_FORWARD_POINTERS)
         self._pack_own(self._params, FWD_PARAMS.itemsize, *pointers[first:])
         super().__call__(stream, *pointers[:first])
@@ -291,7 +311,7 @@ class Prepared:
                            stream=stream) for kernel, _ in steps]
         num_pointers = len(_FORWARD_POINTERS) if "tiles" in self.scratch_offsets else 5
         if is_backward:
-            self.launch = BackwardLaunch(steps, loaded, params)
+            self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
         elif config.tier == "sm90":
             if views["out"] is None:            # its address comes with the call
                 views = views | {"out": View(shapes["out"], strides["out"], problem.dtype, "", 0, "")}

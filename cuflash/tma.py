@@ -13,7 +13,7 @@ from .arrays import ITEMSIZE, View
 
 MAP_BYTES = 128
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}     # CUtensorMapDataType
-_SWIZZLES = {64: 2, 128: 3}                     # CUtensorMapSwizzle by the bytes that it spans
+_SWIZZLES = {32: 1, 64: 2, 128: 3}              # CUtensorMapSwizzle by the bytes that it spans
 _PROMOTE_TO_256_BYTES = 3                       # CUtensorMapL2promotion
 
 

@@ -27,6 +27,7 @@
 #include "ptx/wgmma.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
 
 using Element = ElementOf<DTYPE>::type;
 
@@ -96,18 +97,6 @@ static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == TENSOR_MAPS_OFFSET, "launc
 // How many tiles there are.
 DEV u32 num_work(const FwdParams& p) {
   return kVarlen ? p.tiles[0] * p.heads_q : (u32)p.num_tiles * p.batch * p.heads_q;
-}
-
-// A stage of a ring and the parity of its phase.
-template <int kSize> struct Ring {
-  u32 stage = 0, phase = 0;
-  DEV void next() { if (++stage == kSize) stage = 0, phase ^= 1; }
-};
-
-template <typename Layout> DEV void load_tile(u32 dst, const TensorMap* map, u32 barrier, int row, int head, int batch) {
-  #pragma unroll 1
-  for (int i = 0; i < Layout::kPanels; i++)
-    tma_load(dst + i * Layout::kPanelBytes, map, barrier, i * Layout::kPanel, row, head, batch);
 }
 
 template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {

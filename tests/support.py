@@ -34,7 +34,7 @@ TAKES = {
     "cpu": tuple(DTYPES),
     "simt": tuple(DTYPES),
     "sm80": ("float16", "bfloat16"),
-    "sm90": ("float16", "bfloat16"),  # the forward alone, of arrays that TMA can address
+    "sm90": ("float16", "bfloat16"),  # of arrays that TMA can address
 }
 # Marks of a tier's tests. `compute_capability` is the only one that they run on: tests/gpu/conftest.py skips them elsewhere.
 MARKS = {
@@ -71,11 +71,17 @@ def on_tiers(*tiers):
     return pytest.mark.parametrize("tier", [pytest.param(tier, marks=MARKS[tier]) for tier in tiers])
 
 
-# What a test of every kernel needs, where each combination of options is a kernel to compile: of a forward, of a backward.
+# What a test of every kernel needs, where each combination of options is a kernel to compile.
 TIERS = on_tiers("simt", "sm80", "sm90")
-BACKWARD_TIERS = on_tiers("simt", "sm80")
-BACKWARD_FEW = ("cpu-float32", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16")
-FEW = (*BACKWARD_FEW, "sm90-float16", "sm90-bfloat16")
+FEW = (
+    "cpu-float32",
+    "simt-float32",
+    "simt-float64",
+    "sm80-float16",
+    "sm80-bfloat16",
+    "sm90-float16",
+    "sm90-bfloat16",
+)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,8 @@ class Gpu:
     """The made-up one: arrays, and what was launched, allocated and set to 0 (pointer, bytes)."""
 
     def __init__(self, arch: str):
-        self.arch, self.forward = arch, {"sm_80": "fwd_sm80", "sm_90": "fwd_sm90"}[arch]
+        tier = arch.replace("_", "")
+        self.arch, self.forward, self.backward = arch, f"fwd_{tier}", f"bwd_{tier}"
         self.launches, self.kernels, self.allocated, self.freed, self.cleared = [], [], [], [], []
         self.maps, self.launched_maps = MadeUpDriver(), []
         self.capturing, self.next = False, 1 << 32
@@ -52,16 +53,17 @@ class Gpu:
         address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
         data = (ctypes.c_char * layout.itemsize).from_address(address)
         self.launches.append((kernel, np.frombuffer(bytes(data), layout)[0]))
-        if kernel == "fwd_sm90":
+        if kernel.endswith("sm90"):
             size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
-            self.launched_maps = pointers_of(ctypes.string_at(address + launch.TENSOR_MAPS_OFFSET, size))
+            first = launch.BWD_TENSOR_MAPS_OFFSET if kernel.startswith("bwd") else launch.TENSOR_MAPS_OFFSET
+            self.launched_maps = pointers_of(ctypes.string_at(address + first, size))
 
     def memset(self, pointer, value, num_bytes, stream):
         assert (value, stream) == (0, 7)
         self.cleared.append((pointer, num_bytes))
 
     def load(self, kernel, constants, arch, device_id, smem_bytes, *, stream):
-        assert arch == self.arch + "a" * (kernel == "fwd_sm90")
+        assert arch == self.arch + "a" * kernel.endswith("sm90")
         self.kernels.append(kernel)
         return types.SimpleNamespace(function=len(self.kernels) - 1, registers=64)
 
@@ -79,7 +81,7 @@ class Gpu:
 
 @pytest.fixture(params=["sm_80", "sm_90"])
 def gpu(request, monkeypatch):
-    """Where a forward runs on sm80, and where on sm90 with gradients on sm80."""
+    """Where calls run on sm80, and where on sm90."""
     from cupy_backends.cuda.api import driver, runtime
 
     made = Gpu(request.param)
@@ -201,13 +203,25 @@ def test_arrays_that_tma_cannot_address(gpu, backwards):
         cuflash.attention(q, k, v, causal=True)
 
 
-def test_a_forced_hopper_tier_has_no_gradients(gpu):
+def test_tensor_maps_follow_the_arrays_of_each_backward(gpu):
     q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
-    (dout,) = gpu.arrays("out")
-    with config.force_tier("sm90"):
-        with pytest.raises(NotImplementedError, match="tier sm90: it has no gradients yet"):
-            cuflash.attention_backward(dout, q, k, v, out, lse)
-    assert gpu.taken() == {}
+    for _ in range(2):
+        (dout,) = gpu.arrays("out")
+        cuflash.attention_backward(dout, q, k, v, out, lse)
+        assert list(gpu.taken()) == ["bwd_delta", gpu.backward, "bwd_cast"]
+        if gpu.arch == "sm_90":
+            assert gpu.launched_maps == addresses(q, k, v, dout)
+    assert len(gpu.maps.encoded) == 4 * (gpu.arch == "sm_90")
+    assert [pointer for _, pointer in gpu.maps.replaced] == [dout.data.ptr] * (gpu.arch == "sm_90")
+
+
+def test_gradients_of_arrays_that_tma_cannot_address(gpu):
+    q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse")
+    dout = gpu.array((2, 100, 4, 36))[..., :32]
+    cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert list(gpu.taken()) == ["bwd_delta", "bwd_sm80", "bwd_cast"] and gpu.maps.encoded == []
+    with config.force_tier("sm90"), pytest.raises(NotImplementedError, match="tier sm90: "):
+        cuflash.attention_backward(dout, q, k, v, out, lse)
 
 
 def packed(gpu, dtype="int32", used=False):
@@ -249,7 +263,7 @@ def test_a_backward(gpu, is_packed, deterministic):
             dout, q, k, v, out, lse, *(lengths if is_packed else ()), dlse=dlse, deterministic=deterministic
         )
         launches = gpu.taken()
-        assert list(launches) == ["varlen_tiles"] * is_packed + ["bwd_delta", "bwd_sm80", "bwd_cast"]
+        assert list(launches) == ["varlen_tiles"] * is_packed + ["bwd_delta", gpu.backward, "bwd_cast"]
         (scratch, size) = gpu.allocated[-1]
         for kernel, record in launches.items():
             assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k, v, out, lse)
@@ -271,7 +285,7 @@ def test_a_batch_of_one_without_its_axis(gpu):
     (dout,) = gpu.arrays("out", shapes=shapes)
     gradients = cuflash.attention_backward(dout, q, k, v, out, lse)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-    assert gpu.taken()["bwd_sm80"]["dq_strides"].tolist() == [100 * 4 * 64, 4 * 64, 64]
+    assert gpu.taken()[gpu.backward]["dq_strides"].tolist() == [100 * 4 * 64, 4 * 64, 64]
 
 
 def test_the_pullback_of_a_forward(gpu):
@@ -284,7 +298,7 @@ def test_the_pullback_of_a_forward(gpu):
     for gradient in (None, dlse):
         pullback(dout, gradient)
         launches = gpu.taken()
-        record = launches["bwd_sm80"]
+        record = launches[gpu.backward]
         assert pointers(record, "out", "lse", "dout") == addresses(out, lse, dout)
         assert pointers(record, "dlse") == [0 if gradient is None else dlse.data.ptr]
         for name in ("scale_log2", "tanh_scale", "cap_log2", "window_left", "window_right"):
@@ -406,7 +420,7 @@ def test_empty_sides(gpu, shapes):
     (dout,) = gpu.arrays("out", shapes=shapes)
     gradients = cuflash.attention_backward(dout, q, k, v, out, lse)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-    expected = [] if q.shape[0] == 0 else ["bwd_delta", "bwd_cast"] if k.shape[1] == 0 else ["bwd_sm80"]
+    expected = [] if q.shape[0] == 0 else ["bwd_delta", "bwd_cast"] if k.shape[1] == 0 else [gpu.backward]
     assert list(gpu.taken()) == expected
 
 

@@ -137,7 +137,11 @@ BAD = [
         "tier sm80: tensor cores take float16",
     ),
     (["explain", "--arch", "sm_100", "--tier", "sm90"], 1, "tier sm90: needs compute capability 9.0 (wgmma, TMA)"),
-    (["explain", "--arch", "sm_90", "--backward", "--tier", "sm90"], 1, "tier sm90: it has no gradients yet"),
+    (
+        ["explain", "--arch", "sm_90", "--backward", "--tier", "sm90", "--head-dim", "160"],
+        1,
+        "tier sm90: dk and dv of head_dim above 128",
+    ),
     (["explain", "--arch", "sm_90", "--seqlen-q", "1000000000", "--batch", "9999"], 1, "split the batch"),
     (["warmup"], 2, "name GPUs with --arch, as in --arch sm_90; none is here"),
     (["warmup", "--arch", "sm_42"], 2, "'sm_42' is not one of sm_60"),
@@ -714,12 +718,12 @@ def test_a_tier_that_refuses_a_layout_has_no_row(fake_gpu, tmp_path):
     expected = {(name, tier) for name, tier in itertools.product(cases + refused, config.TIERS)}
     expected -= {(name, "sm90") for name in refused}
     assert {row for row in rows if not row[0].startswith("backward, ")} == expected
-    assert {tier for name, tier in rows if name.startswith("backward, ")} == {"sm80", "simt"}
+    assert {tier for name, tier in rows if name.startswith("backward, ")} == set(config.TIERS)
 
 
 @pytest.mark.parametrize(
     "args, tiers",
-    [((), ["sm80", "simt"]), (("--tier", "sm80"), ["sm80"]), (("--tier", "sm90", "--tier", "simt"), ["simt"])],
+    [((), ["sm90", "sm80", "simt"]), (("--tier", "sm80"), ["sm80"]), (("--tier", "sm90"), ["sm90"])],
 )
 def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args, tiers):
     """On a tier that has gradients, and so is the forward before them: a tier is checked by itself."""
@@ -735,14 +739,10 @@ def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args
     assert {kernel for kernel in compiled if kernel.startswith(("fwd", "bwd_s"))} == set(of_tiers)
 
 
-def test_a_tier_without_gradients_says_so(fake_gpu):
-    code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65", "--dtype", "bfloat16")
-    assert code == 1 and output.splitlines()[-1] == (
-        "Error: no case is left: tier sm90: it has no gradients yet: leave the tier to cuflash, or force sm80"
-    )
-    code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65")
+def test_a_tier_without_the_gradients_says_so(fake_gpu):
+    code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65", "--dtype", "float32", "--dtype", "float64")
     assert code == 1 and "float32 would be rounded; tier sm90: tensor cores" in output, "every reason, and once"
-    assert output.count("no gradients yet") == 1 and fake_gpu == []
+    assert output.count("would be rounded") == 2 and fake_gpu == []
 
 
 def test_one_tier_and_dtype_of_a_gpu(fake_gpu, tmp_path):
@@ -852,8 +852,11 @@ def test_info_table(no_gpu):
     forward, backward = ([line.split() for line in lines if line.startswith(dtype)] for dtype in ("float16", "bfloat16"))
     tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["forward"]]
     assert forward[0] == ["float16", "1-256", *tiers] and backward[0] == ["bfloat16", "1-256", *tiers]
-    gradients = ["sm80"] * len(features["backward"])
-    assert forward[1] == ["float16", "1-256", *gradients] and backward[1] == ["bfloat16", "1-256", *gradients]
+    # Gradients of wide heads are of sm80.
+    wide = ["sm80"] * len(features["backward"])
+    narrow = ["sm80" if feature in ("any stride", "v of 256") else "sm90" for feature in features["backward"]]
+    for dtype, lines_of in (("float16", forward), ("bfloat16", backward)):
+        assert lines_of[1:] == [[dtype, "1-128", *narrow], [dtype, "129-256", *wide]]
     assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
     assert any(line.split()[:2] == ["forward", "head_dim"] and "varlen" in line for line in lines)
     assert any(line.split()[:2] == ["backward", "head_dim"] and "deterministic" in line for line in lines)
@@ -968,7 +971,7 @@ def test_explain_says_why(no_gpu):
         (("--causal",), ["fwd_sm90"], ["tiles"]),
         (("--causal", "--tier", "sm80"), ["fwd_sm80"], []),
         (("--varlen",), ["varlen_tiles", "fwd_sm90"], ["tiles"]),
-        (("--backward",), ["bwd_delta", "bwd_sm80", "bwd_cast"], ["rows", "dq_sum"]),
+        (("--backward",), ["bwd_delta", "bwd_sm90", "bwd_cast"], ["rows", "dq_sum"]),
         (
             ("--backward", "--deterministic", "--tier", "simt"),
             ["bwd_delta", "bwd_simt", "bwd_cast"],
@@ -976,7 +979,7 @@ def test_explain_says_why(no_gpu):
         ),
         (
             ("--backward", "--varlen", "--batch", 3),
-            ["varlen_tiles", "bwd_delta", "bwd_sm80", "bwd_cast"],
+            ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"],
             ["tiles", "rows", "dq_sum"],
         ),
     ],
@@ -1013,8 +1016,8 @@ def test_explain_says_why_not(no_gpu):
         "others     sm90: takes it too; simt was forced\n           sm80: takes it too; simt was forced\n" in output
         and "kernel     fwd_simt, tier simt" in output
     )
-    _, output = run("explain", "--arch", "sm_90", "--backward", "--head-dim", 64)
-    assert "kernel     bwd_sm80, tier sm80" in output and "others     sm90: it has no gradients yet" in output
+    _, output = run("explain", "--arch", "sm_90", "--backward", "--head-dim", 192)
+    assert "kernel     bwd_sm80, tier sm80" in output and "others     sm90: dk and dv of head_dim above 128 take" in output
 
 
 def test_explain_needs_no_compiler_for_the_choice(no_gpu, no_nvrtc):
@@ -1032,7 +1035,9 @@ def test_explain_says_for_what_it_could_not_be_compiled(no_gpu, monkeypatch):
     monkeypatch.setattr(jit, "build", missing)
     record = read_json(run("explain", "--arch", "sm_90", "--json")[1])
     assert (record["arch"], record["registers"], record["not_built"]) == ("sm_90a", None, "NVRTC is broken")
-    assert read_json(run("explain", "--arch", "sm_90", "--backward", "--json")[1])["arch"] == "sm_90"
+    assert read_json(run("explain", "--arch", "sm_90", "--backward", "--json")[1])["arch"] == "sm_90a"
+    wide = ("--backward", "--head-dim", 192)
+    assert read_json(run("explain", "--arch", "sm_90", *wide, "--json")[1])["arch"] == "sm_90"
 
 
 def test_explain_for_a_gpu_that_nvrtc_does_not_know(no_gpu, monkeypatch):
@@ -1143,7 +1148,7 @@ def test_warmup_options_extend(no_gpu, built, tmp_path):
 
 @pytest.mark.parametrize("is_hopper", [False, True])
 def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path, is_hopper):
-    fwd = "fwd_sm90" if is_hopper else "fwd_sm80"
+    fwd, bwd = ("fwd_sm90", "bwd_sm90") if is_hopper else ("fwd_sm80", "bwd_sm80")
     one = (
         "warmup",
         "--arch",
@@ -1166,9 +1171,9 @@ def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path, is_ho
     # Dense; packed, on sm80 also of short sequences, whose tiles are others.
     more = not is_hopper
     assert forward == [fwd] and sorted(varlen) == [fwd] * (2 + more) + ["varlen_tiles"] * (1 + more)
-    assert sorted(backward) == ["bwd_cast", "bwd_delta", "bwd_sm80", fwd]
+    assert sorted(backward) == sorted(["bwd_cast", "bwd_delta", bwd, fwd])
     # Dense and packed, deterministic or not; the tiles of queries and those of keys.
-    counts = {"bwd_cast": 2, "bwd_delta": 4, "bwd_sm80": 4, fwd: 2 + more, "varlen_tiles": 2 + more}
+    counts = {"bwd_cast": 2, "bwd_delta": 4, bwd: 4, fwd: 2 + more, "varlen_tiles": 2 + more}
     assert {kernel: everything.count(kernel) for kernel in everything} == counts
 
 

@@ -17,7 +17,7 @@ from cuflash import config, jit, launch, tma
 from cuflash.config import DEVICES, choose, kernels_of
 from cuflash.problem import BackwardProblem, Problem
 
-TIERED = ("bwd_simt", "bwd_sm80", "fwd_simt", "fwd_sm80", "fwd_sm90")
+TIERED = ("bwd_simt", "bwd_sm80", "bwd_sm90", "fwd_simt", "fwd_sm80", "fwd_sm90")
 KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "varlen_tiles")))
 SIXTEEN_BIT = ("float16", "bfloat16")
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
@@ -187,6 +187,24 @@ def tensor_core_gradient_groups(arch):
         yield "masks and scores of gradients", backward("float16", 128, mask=mask, score=score), False
 
 
+def hopper_gradient_groups(arch):
+    """The same for bwd_sm90: no variant spills, as one that does has all its products one after the other."""
+    if arch != "sm_90":
+        return
+    for head_dim, mask, deterministic in itertools.product((64, 96, 128), MASKS, (False, True)):
+        stated = backward("bfloat16", head_dim, mask=mask, deterministic=deterministic)
+        yield f"gradients of {head_dim} on Hopper", stated, True
+        packed = backward("float16", head_dim, mask=mask, deterministic=deterministic, varlen=True)
+        yield f"packed gradients of {head_dim} on Hopper", packed, True
+    for head_dim, mask, score in itertools.product((64, 96, 128), MASKS, SCORES):
+        group = f"options of gradients of {head_dim} on Hopper"
+        yield group, backward("bfloat16", head_dim, mask=mask, score=score), True
+        yield group, backward("float16", head_dim, mask=mask, score=score, varlen=True, deterministic=True), True
+    for head_dim, head_dim_v, out in ((40, 72, 16), (128, 20, 8), (8, 64, 4), (96, 90, 2)):
+        stated = backward("float16", head_dim, head_dim_v, "causal", out_alignment=out)
+        yield "unequal gradients on Hopper", stated, True
+
+
 def plain_gradient_groups(arch):
     """The same for bwd_simt."""
     yield "plain gradients", backward("float32", 64, mask="causal"), True
@@ -248,7 +266,7 @@ def groups() -> dict[tuple[str, str], dict]:
         if device.compute_capability >= (8, 0):
             for group, stated, tuned in tensor_core_gradient_groups(arch):
                 add(arch, group, stated, device, "sm80", tuned)
-        for group, stated, tuned in hopper_groups(arch):
+        for group, stated, tuned in itertools.chain(hopper_groups(arch), hopper_gradient_groups(arch)):
             add(arch, group, stated, device, "sm90", tuned)
         for group, stated, smem, tier in small_memory_groups(arch):
             add(arch, group, stated, dataclasses.replace(device, smem_optin=smem), tier, False)
@@ -329,7 +347,7 @@ def test_the_variants_meet_every_value_of_every_constant():
         assert values[kernel, "SCORE"] == {0, 1, 2}
         assert values[kernel, "MASK_LEFT"] == values[kernel, "MASK_RIGHT"] == {0, 1}
         assert values[kernel, "VARLEN"] == {0, 1}
-        if kernel == "fwd_sm90":  # TMA takes whole rows
+        if kernel.endswith("sm90"):  # TMA takes whole rows
             assert (kernel, "VEC_BYTES") not in values
         else:
             assert values[kernel, "VEC_BYTES"] >= {2, 4, 8, 16}
@@ -347,10 +365,12 @@ def test_the_variants_meet_every_value_of_every_constant():
     assert values["fwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values["fwd_sm90", "TMA_OUT"] == {0, 1}
     assert values["bwd_sm80", "DTYPE"] == {0, 1} and values["bwd_sm80", "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_sm80", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
+    assert values["bwd_sm90", "HEAD_DIM"] == {64, 96, 128} and values["bwd_sm90", "DTYPE"] == {0, 1}
+    assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16}
     assert values["bwd_simt", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     for kernel in ("bwd_simt", "bwd_delta", "bwd_cast"):
         assert values[kernel, "DTYPE"] == {0, 1, 2, 3}
-    for kernel in ("bwd_simt", "bwd_sm80", "bwd_delta"):
+    for kernel in ("bwd_simt", "bwd_sm80", "bwd_sm90", "bwd_delta"):
         assert values[kernel, "DETERMINISTIC"] == {0, 1}
     for name in ("SIDE", "MASK_LEFT", "MASK_RIGHT"):
         assert values["varlen_tiles", name] == {0, 1}
@@ -367,6 +387,19 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
     met = {tile(constants) for variants in groups().values() for kernel, constants in variants if kernel == "fwd_sm90"}
     for head_dim, head_dim_v, mask in itertools.product(range(32, 257, 32), range(32, 257, 32), ("none", "causal")):
         stated = problem("float16", head_dim, head_dim_v, mask)
+        assert tile(choose(stated, DEVICES["sm_90"], "sm90").constants) in met
+
+
+def test_the_variants_meet_every_tile_of_the_hopper_backward():
+    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "STAGES", "DQ_LATER", "K_PANEL", "DETERMINISTIC", "MASK_RIGHT")
+
+    def tile(constants):
+        return tuple(dict(constants)[name] for name in names)
+
+    met = {tile(constants) for variants in groups().values() for kernel, constants in variants if kernel == "bwd_sm90"}
+    sizes = range(32, 129, 32)
+    for head_dim, head_dim_v, mask, deterministic in itertools.product(sizes, sizes, ("none", "causal"), (False, True)):
+        stated = backward("float16", head_dim, head_dim_v, mask, deterministic=deterministic)
         assert tile(choose(stated, DEVICES["sm_90"], "sm90").constants) in met
 
 
@@ -394,11 +427,14 @@ def test_instructions_of_one_arch_need_its_name(kernel):
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("kernel", accelerated_kernels())
+@pytest.mark.parametrize(
+    "kernel, head_dim",
+    [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)] + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)],
+)
 def test_registers_that_warpgroups_hand_over_are_those_of_the_launch(kernel, head_dim):
     """A warpgroup that asks for more registers than a block has left waits for ever; a count must be a multiple of 8."""
-    chosen = choose(problem("bfloat16", head_dim), DEVICES["sm_90"], kernel.partition("_")[2])
+    call, _, tier = kernel.partition("_")
+    chosen = choose({"fwd": problem, "bwd": backward}[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
     assert chosen.kernel == kernel
     constants = launch.kernel_constants(chosen)
     ptx = jit.build(kernel, constants, "compute_90a").cubin.decode()
@@ -433,7 +469,8 @@ LAYOUT = (
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "name, kernel", [*itertools.product(LAYOUT, KERNELS), ("TENSOR_MAPS_OFFSET", "fwd_sm90")]
+    "name, kernel",
+    [*itertools.product(LAYOUT, KERNELS), ("TENSOR_MAPS_OFFSET", "fwd_sm90"), ("BWD_TENSOR_MAPS_OFFSET", "bwd_sm90")],
 )
 def test_another_params_layout_does_not_compile(kernel, name):
     constants = launch.kernel_constants(some_variants()[kernel])
@@ -462,11 +499,17 @@ def test_every_field_of_the_params_is_checked():
 
 
 def test_tensor_maps_follow_the_params_in_one_order():
-    maps = re.search(r"struct TmaParams : FwdParams \{ TensorMap ([^;]+); \};", code_of("fwd_sm90.cu"))
-    assert maps[1].split(", ") == [f"{name}_map" for name in launch._TENSOR_MAPS]
-    assert launch._TENSOR_MAPS == launch.FWD_PARAMS.names[: len(launch._TENSOR_MAPS)], "as their pointers"
+    for kernel, params, names in (
+        ("fwd_sm90.cu", "FwdParams", launch._TENSOR_MAPS),
+        ("bwd_sm90.cu", "BwdParams", launch._BACKWARD_TENSOR_MAPS),
+    ):
+        maps = re.search(rf"struct TmaParams : {params} \{{ TensorMap ([^;]+); \}};", code_of(kernel))
+        assert maps[1].split(", ") == [f"{name}_map" for name in names]
+        made = (problem if params == "FwdParams" else backward)("float16", 64)
+        assert tuple(launch.boxes_of(choose(made, DEVICES["sm_90"]))) == names
     words = re.search(r"struct alignas\(64\) TensorMap \{ u64 words\[(\d+)\]; \};", code_of("ptx/tma.cuh"))
-    assert 8 * int(words[1]) == tma.MAP_BYTES and launch.TENSOR_MAPS_OFFSET % 64 == 0
+    assert 8 * int(words[1]) == tma.MAP_BYTES
+    assert launch.TENSOR_MAPS_OFFSET % 64 == launch.BWD_TENSOR_MAPS_OFFSET % 64 == 0
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -566,4 +609,4 @@ def test_kernels_are_those_that_config_names():
         == sorted(f"{kernel}.cu" for kernel in some_variants())
     )
     of_tiers = {f"{call}_{tier}" for call, tier in itertools.product(("fwd", "bwd"), config.TIERS)}
-    assert TIERED == tuple(sorted(of_tiers - {"bwd_sm90"}))  # no gradients yet
+    assert TIERED == tuple(sorted(of_tiers))

@@ -43,8 +43,7 @@ def backward(dtype="float16", head_dim=64, head_dim_v=None, **changes) -> Backwa
 
 
 BOTH = pytest.mark.parametrize("problem_of", [problem, backward], ids=["forward", "backward"])
-# Each with the tiers that have it.
-WITH_TIERS = [*itertools.product([problem], TIERS), *itertools.product([backward], ("sm80", "simt"))]
+WITH_TIERS = list(itertools.product((problem, backward), TIERS))
 
 
 def each_config(stated: Problem) -> list[Config]:
@@ -67,7 +66,14 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
     assert 0 < made.smem_bytes <= device.smem_optin
     assert constants["SMEM_BYTES"] == made.smem_bytes
     assert made.threads <= 1024 and made.block_n == constants["BLOCK_N"]
-    if is_hopper:
+    if is_hopper and is_backward:
+        # A warpgroup loads, and each of two others has 64 keys; half of dq of a query tile is rows of one wgmma or columns.
+        assert (made.threads, made.block_n) == (384, 128) and made.block_m == constants["BLOCK_M"] in (64, 128)
+        dq_columns = constants["HEAD_DIM"] // (128 // made.block_m)
+        assert dq_columns % constants["K_PANEL"] == 0 and constants["K_PANEL"] in (16, 32, 64)
+        assert stated.alignment == 16 and stated.tma
+        assert made.max_blocks == 0 and not made.counts_tiles
+    elif is_hopper:
         # A warpgroup loads, and each of the others has the 64 rows of one wgmma; keys are 16 at a time.
         assert made.threads == 128 * (1 + constants["CONSUMERS"]) and made.block_m == 64 * constants["CONSUMERS"]
         assert made.block_n % 16 == 0 and made.block_n <= 256
@@ -83,7 +89,7 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         assert blocks >= 1 and (blocks == 1 or blocks * (made.smem_bytes + 1024) <= device.smem_optin + 1024)
         assert constants["VEC_BYTES"] <= stated.alignment
         assert made.max_blocks == 0 and not made.counts_tiles
-    assert constants["HEAD_DIM"] >= stated.head_dim and constants["HEAD_DIM_V"] >= stated.head_dim_v
+    assert constants["HEAD_DIM"] >= stated.head_dim and constants.get("HEAD_DIM_V", constants["HEAD_DIM"]) >= stated.head_dim_v
     assert constants["OUT_VEC_BYTES"] <= stated.out_alignment
     assert made.is_accelerated == is_hopper
     assert 1 <= made.heads_in_group <= stated.batch * (stated.heads_k if is_backward else stated.heads_q)
@@ -134,6 +140,8 @@ def test_tensor_cores_are_used_where_they_are(arch):
                 expected = "sm90"
             assert choose(problem(dtype, head_dim), DEVICES[arch]).tier == expected, (dtype, head_dim)
             expected = "sm80" if dtype in ("float16", "bfloat16") and arch != "sm_75" else "simt"
+            if expected == "sm80" and arch == "sm_90" and head_dim <= 128:
+                expected = "sm90"
             assert choose(backward(dtype, head_dim), DEVICES[arch]).tier == expected, (
                 dtype,
                 head_dim,
@@ -154,7 +162,7 @@ def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
         made = choose(
             problem_of(dtype), dataclasses.replace(H200, compute_capability=capability, name="unheard of")
         )
-        if capability == (9, 0) and problem_of is problem:
+        if capability == (9, 0):
             assert made.tier == "sm90" and made.refused == ()
         else:
             assert made.tier == "sm80" and [tier for tier, _ in made.refused] == ["sm90"]
@@ -162,15 +170,20 @@ def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
 
 @pytest.mark.parametrize("change", [dict(alignment=8), dict(alignment=2), dict(tma=False)], ids=str)
 @pytest.mark.parametrize("varlen", [False, True])
-def test_arrays_that_tma_cannot_address_go_to_the_next_tier(change, varlen):
+@pytest.mark.parametrize(
+    "problem_of, arrays", [(problem, "q, k and v"), (backward, "q, k, v and dout")], ids=["forward", "backward"]
+)
+def test_arrays_that_tma_cannot_address_go_to_the_next_tier(problem_of, arrays, change, varlen):
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
-        stated = problem(dtype, head_dim, varlen=varlen, **change)
+        if problem_of is backward and head_dim > 128:
+            continue
+        stated = problem_of(dtype, head_dim, varlen=varlen, **change)
         made = choose(stated, H200)
         assert_sound(made, stated, H200)
         ((tier, reason),) = made.refused
-        assert (made.tier, tier) == ("sm80", "sm90") and reason.startswith("TMA cannot address q, k and v: ")
+        assert (made.tier, tier) == ("sm80", "sm90") and reason.startswith(f"TMA cannot address {arrays}: ")
         assert dataclasses.replace(made, refused=()) == choose(stated, H200, "sm80")
-        with pytest.raises(NotImplementedError, match="tier sm90: TMA cannot address q, k and v: "):
+        with pytest.raises(NotImplementedError, match=f"tier sm90: TMA cannot address {arrays}: "):
             choose(stated, H200, "sm90")
 
 
@@ -294,7 +307,7 @@ def test_sequences_of_a_packed_batch_share_their_heads():
 
 def test_no_keys_at_all():
     assert [made.heads_in_group for made in each_config(problem(seqlen_k=0))] == [16, 16, 16]
-    assert [made.heads_in_group for made in each_config(backward(seqlen_q=0, seqlen_k=0))] == [4, 4]
+    assert [made.heads_in_group for made in each_config(backward(seqlen_q=0, seqlen_k=0))] == [4, 4, 4]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -354,8 +367,11 @@ def test_no_keys_at_all():
             "and strides neither negative nor 1 TiB or more",
         ),
         (problem("float16", tma=False), H200, "tier sm90: TMA cannot address q, k and v: "),
-        (backward("float16"), H200, "tier sm90: it has no gradients yet: leave the tier to cuflash, or force sm80"),
-        (backward("float16"), DEVICES["sm_80"], "tier sm90: it has no gradients yet"),
+        (backward("float16", tma=False), H200, "tier sm90: TMA cannot address q, k, v and dout: "),
+        (backward("float16", 64, 129), H200, "tier sm90: dk and dv of head_dim above 128 take more registers than"),
+        (backward("float16"), DEVICES["sm_80"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
+        (backward("float32"), H200, "tier sm90: tensor cores take float16 and bfloat16; float32 would be rounded"),
+        (backward("bfloat16"), limited(H200, 160), "tier sm90: no tile for head_dim 64 and 64 fits the 163840 bytes"),
     ],
 )
 def test_a_forced_tier_says_why_it_refuses(stated, device, message):
@@ -440,11 +456,12 @@ def test_the_tiles_of_a_packed_batch_fit_the_list(lengths, uncovered):
     sizes = dict(varlen=True, batch=len(lengths), seqlen_q=total, seqlen_k=total)
     for stated in (problem(**sizes), backward(deterministic=True, **sizes)):
         for made in each_config(stated):
-            block, heads = (made.block_n, 2) if stated.__class__ is BackwardProblem else (made.block_m, 8)
+            is_backward = isinstance(stated, BackwardProblem)
+            block, heads = (made.block_n, 2) if is_backward else (made.block_m, 8)
             tiles = sum(-(-rows // block) for rows in (*lengths, uncovered))
             assert tiles <= launch.num_tiles(stated, made)
             blocks = launch.num_tiles(stated, made) * heads
-            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
+            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.kernel == "fwd_sm90" else blocks)
             # A header of four words, eight for a tile, and the histogram of as many levels as kernels/varlen_tiles.cu counts.
             levels = total // block + 2
             words = 4 + 8 * launch.num_tiles(stated, made) + levels
@@ -484,11 +501,12 @@ def test_the_launches_of_a_call_in_their_order():
     assert list(launched(problem(varlen=True))) == ["varlen_tiles", "fwd_sm90"]
     assert list(launched(problem(varlen=True, alignment=4))) == ["varlen_tiles", "fwd_sm80"]
     assert list(launched(backward(), "simt")) == ["bwd_delta", "bwd_simt", "bwd_cast"]
-    assert list(launched(backward(varlen=True))) == ["varlen_tiles", "bwd_delta", "bwd_sm80", "bwd_cast"]
+    assert list(launched(backward(varlen=True))) == ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"]
+    assert list(launched(backward(alignment=8))) == ["bwd_delta", "bwd_sm80", "bwd_cast"]
     assert launched(problem(varlen=True))["varlen_tiles"] == 1
 
 
-def test_only_the_hopper_forward_has_an_arch_of_its_own():
+def test_only_the_hopper_tier_has_an_arch_of_its_own():
     calls = [
         (stated, made)
         for problem_of, varlen in itertools.product((problem, backward), (False, True))
@@ -498,7 +516,7 @@ def test_only_the_hopper_forward_has_an_arch_of_its_own():
     archs = {
         kernel.kernel: launch.arch_of(kernel, "sm_90") for stated, made in calls for kernel in kernels_of(stated, made)
     }
-    assert archs.pop("fwd_sm90") == "sm_90a"
+    assert archs.pop("fwd_sm90") == archs.pop("bwd_sm90") == "sm_90a"
     assert set(archs.values()) == {"sm_90"} and {"varlen_tiles", "fwd_sm80", "bwd_sm80", "fwd_simt"} <= set(archs)
     assert launch.arch_of(choose(problem(), DEVICES["sm_120"]), "compute_120") == "compute_120"
 
@@ -508,10 +526,10 @@ def test_no_kernel_is_launched_without_work():
     for varlen in (False, True):
         assert list(launched(backward(seqlen_k=0, varlen=varlen))) == ["bwd_delta", "bwd_cast"]
         first = ["varlen_tiles"] * varlen
-        assert list(launched(backward(seqlen_q=0, varlen=varlen))) == [*first, "bwd_sm80"]
+        assert list(launched(backward(seqlen_q=0, varlen=varlen))) == [*first, "bwd_sm90"]
         # Blocks take their numbers from a counter that bwd_delta sets to 0.
         made = launched(backward(seqlen_q=0, varlen=varlen, deterministic=True))
-        assert list(made) == [*first, "bwd_delta", "bwd_sm80"] and made["bwd_delta"] == 1
+        assert list(made) == [*first, "bwd_delta", "bwd_sm90"] and made["bwd_delta"] == 1
 
 
 @pytest.mark.parametrize(
@@ -621,6 +639,10 @@ def test_the_params_of_a_backward_begin_with_those_of_a_forward():
 # Prepared calls, with a driver that is made up
 
 
+# Where a kernel looks for tensor maps in its params.
+MAPS = {"fwd_sm90": launch.TENSOR_MAPS_OFFSET, "bwd_sm90": launch.BWD_TENSOR_MAPS_OFFSET}
+
+
 class Driver(list):
     """What is launched: (function, grid, threads, dynamic shared memory, stream, params record).
 
@@ -643,9 +665,9 @@ class Driver(list):
         record = np.frombuffer(ctypes.string_at(address, layout.itemsize), layout)[0]
         self.append((kernel, grid, threads, smem, stream, record))
         self.events.append(kernel)
-        if kernel == "fwd_sm90":
+        if kernel in MAPS:
             size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
-            self.launched_maps.append(ctypes.string_at(address + launch.TENSOR_MAPS_OFFSET, size))
+            self.launched_maps.append(ctypes.string_at(address + MAPS[kernel], size))
 
     def memset(self, pointer, value, num_bytes, stream):
         self.events.append((pointer, value, num_bytes, stream))
@@ -838,11 +860,39 @@ def test_a_tensor_map_that_the_driver_refuses(driver):
 
 
 def test_params_have_room_for_a_backward(driver):
-    """One buffer serves every launch: the record of a backward is the longest without maps."""
-    room = launch.TENSOR_MAPS_OFFSET + len(launch._TENSOR_MAPS) * tma.MAP_BYTES
-    assert launch.FWD_PARAMS.itemsize <= launch.TENSOR_MAPS_OFFSET and launch.BWD_PARAMS.itemsize <= room
+    """One buffer serves every launch: that of a backward with maps is the longest."""
+    room = launch.BWD_TENSOR_MAPS_OFFSET + len(launch._BACKWARD_TENSOR_MAPS) * tma.MAP_BYTES
+    assert launch.FWD_PARAMS.itemsize <= launch.TENSOR_MAPS_OFFSET
+    assert launch.BWD_PARAMS.itemsize <= launch.BWD_TENSOR_MAPS_OFFSET
     for call in (prepared(problem(), ("out",)), prepared(backward(), GRADIENTS)):
         assert ctypes.addressof(call.launch._params) % 64 == 0 and len(call.launch._params) >= room
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, boxes",
+    [
+        (64, 64, [(64, 128), (64, 128), (64, 128), (64, 128)]),
+        (128, 72, [(64, 64), (64, 128), (64, 128), (64, 64)]),
+        (80, 96, [(32, 64), (16, 128), (32, 128), (32, 64)]),
+    ],
+)
+def test_a_hopper_backward_describes_its_arrays_to_the_driver(driver, head_dim, head_dim_v, boxes):
+    """K comes in narrower panels where a half of the columns of dq would begin in the middle of one."""
+    call = prepared(backward("float16", head_dim, head_dim_v), GRADIENTS)
+    assert [made.pointer for made in driver.maps.encoded] == [1 << 30, 2 << 30, 3 << 30, 6 << 30]
+    assert [made.sizes for made in driver.maps.encoded] == [
+        (head_dim, 1000, 8, 2), (head_dim, 1000, 2, 2), (head_dim_v, 1000, 2, 2), (head_dim_v, 1000, 8, 2)
+    ]
+    assert [made.box[:2] for made in driver.maps.encoded] == boxes
+    places = [made.place for made in driver.maps.encoded]
+    assert places == [places[0] + i * tma.MAP_BYTES for i in range(4)]
+    pointers = [(i + 1) << 30 for i in range(18)]
+    pointers[10] = 99 << 30  # another dout
+    call.launch(7, *pointers)
+    assert driver.maps.replaced == [(places[3], 99 << 30)]
+    (maps,) = driver.launched_maps
+    assert pointers_of(maps) == [1 << 30, 2 << 30, 3 << 30, 99 << 30], "where the kernel looks for them"
+    assert driver.events == ["bwd_delta", "bwd_sm90", "bwd_cast"]
 
 
 def test_a_backward_is_three_launches_over_one_record(driver):
@@ -856,7 +906,7 @@ def test_a_backward_is_three_launches_over_one_record(driver):
     ends = [offsets[name] + sizes[name] for name in offsets]
     assert ends[0] <= offsets["dq_sum"] and ends[1] <= offsets["turns"] and ends[2] <= call.scratch_bytes
     call.launch(7, *range(1, 19))
-    assert [step[0] for step in driver] == ["bwd_delta", "bwd_sm80", "bwd_cast"]
+    assert [step[0] for step in driver] == ["bwd_delta", "bwd_sm90", "bwd_cast"]
     first, second = (
         launch.BWD_PARAMS.names[:10],
         ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns"),
@@ -885,7 +935,7 @@ def test_a_launch_that_fails_names_its_kernel(driver, monkeypatch):
     monkeypatch.setattr(cuda, "launchKernel", launch_kernel)
     with pytest.raises(
         RuntimeError,
-        match=r"launch of bwd_sm80 failed: CUDA_ERROR_INVALID_VALUE; grid \d+, 128 threads, \d+ "
+        match=r"launch of bwd_sm90 failed: CUDA_ERROR_INVALID_VALUE; grid \d+, 384 threads, \d+ "
         "bytes of shared memory, 99 registers a thread",
     ):
         prepared(backward(), GRADIENTS).launch(7, *range(18))

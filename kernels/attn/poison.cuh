@@ -51,7 +51,7 @@ DEV void clear_nonfinite(u32 tile, u32 thread, Mark mark) {
     }
     if (kept == ~0u) continue;
     store_shared(tile + at, c);
-    mark(at / Layout::kRowBytes);
+    mark(Layout::row_at(at));
   }
 }
 

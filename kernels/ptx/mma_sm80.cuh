@@ -19,9 +19,14 @@ DEV void stmatrix_x4(u32 address, const u32 (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
                :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+DEV void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 constexpr bool kHasStmatrix = true;
 #else
 DEV void stmatrix_x4(u32, const u32 (&)[4]) {}
+DEV void stmatrix_x4_trans(u32, const u32 (&)[4]) {}
 constexpr bool kHasStmatrix = false;
 #endif
 

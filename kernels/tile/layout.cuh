@@ -21,23 +21,26 @@ struct TileLayout {
   // From the address of chunk 0 or 1 of a row, in a tile aligned to 128 bytes, to that of the chunk an even number of chunks
   // further on (nothing carries): one xor with a constant once the loop over `chunks` is unrolled.
   static DEV u32 step(u32 address, int chunks) { return (address ^ ((chunks & kMask) * 16)) + (chunks & ~kMask) * 16; }
+  // The row that the byte at `offset` belongs to.
+  static DEV int row_at(u32 offset) { return offset / kRowBytes; }
 };
 
 // The same elements as TMA lays them: panels of kPanel columns, [kCols / kPanel][kRows][kPanel], whose swizzle spans a row of a
-// panel.
-template <int kRows_, int kCols_>
+// panel. The widest that whole columns allow, unless a product starts in the middle of one.
+template <int kRows_, int kCols_, int kPanel_ = kCols_ % 64 == 0 ? 64 : 32>
 struct PanelLayout {
-  static constexpr int kRows = kRows_, kCols = kCols_;
-  static constexpr int kPanel = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kRows = kRows_, kCols = kCols_, kPanel = kPanel_;
   static constexpr int kPanels = kCols / kPanel;
   static constexpr int kSwizzleBytes = kPanel * 2;
   static constexpr int kPanelBytes = kRows * kSwizzleBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
+  static constexpr int kRowBytes = kCols * 2;
   static constexpr int kChunks = kPanel / 8;
   static_assert(kCols % kPanel == 0, "whole panels");
 
   static DEV u32 offset(int row, int chunk) {
-    const int swizzle = kPanel == 64 ? row & 7 : (row >> 1) & 3;
+    const int swizzle = row * kSwizzleBytes >> 7 & (kChunks - 1);       // bits 7 and up of an address change 4 and up
     return chunk / kChunks * kPanelBytes + row * kSwizzleBytes + (chunk % kChunks ^ swizzle) * 16;
   }
+  static DEV int row_at(u32 offset) { return offset % kPanelBytes / kSwizzleBytes; }
 };

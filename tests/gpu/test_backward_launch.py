@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 from support import (
-    BACKWARD_TIERS,
     PLAIN,
+    TIERS,
     Gradients,
     Lengths,
     Placed,
@@ -73,7 +73,7 @@ def assert_repeats(cupy, call, runs, exact):
             assert name not in exact or x == y, f"{name} differs from run to run"
 
 
-@on_pairs("simt-float16", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16")
+@on_pairs("simt-float16", "simt-float32", "simt-float64", "sm80-float16", "sm80-bfloat16", "sm90-float16")
 @pytest.mark.parametrize("heads", [(8, 2), (6, 2), (4, 4)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(100, 30))], ids=str)
 def test_thirty_runs(cupy, backend, dtype, heads, options):
@@ -93,7 +93,7 @@ def test_thirty_runs(cupy, backend, dtype, heads, options):
             )
 
 
-@on_pairs("simt-float32", "sm80-float16")
+@on_pairs("simt-float32", "sm80-float16", "sm90-float16")
 @pytest.mark.parametrize("seqlens", [(2048, 2048), (700, 3000), (3000, 700)], ids=str)
 def test_fifty_runs_of_longer_sequences(cupy, backend, dtype, seqlens):
     sizes = dict(batch=1, seqlen_q=seqlens[0], seqlen_k=seqlens[1], heads_q=8, heads_k=2)
@@ -108,7 +108,7 @@ def test_fifty_runs_of_longer_sequences(cupy, backend, dtype, seqlens):
         )
 
 
-@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16")
+@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16", "sm90-float16")
 def test_thirty_runs_of_packed_sequences(cupy, backend, dtype):
     """The order of tiles in the list of a packed batch is not the same each time; the gradients are."""
     lengths = Lengths((513, 1, 0, 64, 200, 65, 33, 300), (513, 70, 9, 64, 400, 1, 33, 0))
@@ -126,7 +126,7 @@ def test_thirty_runs_of_packed_sequences(cupy, backend, dtype):
             )
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_two_deterministic_calls_at_once(cupy, tier):
     """On two streams, each longer than the chip holds blocks: neither waits for a block of the other's forever."""
     backend = backend_named(tier)
@@ -149,7 +149,7 @@ def test_two_deterministic_calls_at_once(cupy, tier):
 # Streams and threads
 
 
-@BACKWARD_TIERS
+@TIERS
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_work_waits_for_the_current_stream_and_for_no_other(cupy, tier, deterministic):
     """dout is written by the caller's stream, late: on any other stream the kernels would read NaN."""
@@ -172,7 +172,7 @@ def test_work_waits_for_the_current_stream_and_for_no_other(cupy, tier, determin
         assert_same(backend, Gradients(*fetch(*result, stream=stream)), expected, "on a side stream", exact)
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_the_call_does_not_wait(cupy, tier):
     """Dense and packed: it returns while the stream is still busy with what came before."""
     backend = backend_named(tier)
@@ -199,7 +199,7 @@ def test_the_call_does_not_wait(cupy, tier):
     stream.synchronize()
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_memory_that_is_given_up_is_not_reused_too_early(cupy, tier):
     """Scratch of a call is that of the next while the first is still queued."""
     backend = backend_named(tier)
@@ -219,7 +219,7 @@ def test_memory_that_is_given_up_is_not_reused_too_early(cupy, tier):
         assert_same(backend, Gradients(*fetch(*result, stream=stream)), expected, "after reuse")
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_threads_with_a_stream_each(cupy, tier):
     """Packed batches of their own, on streams of their own, again and again."""
     backend = backend_named(tier)
@@ -265,7 +265,7 @@ def overwrite(array, values):
     array.data.copy_from_host(values.ctypes.data, values.nbytes)
 
 
-@on_pairs("simt-float32", "sm80-float16")
+@on_pairs("simt-float32", "sm80-float16", "sm90-float16")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_graph(cupy, backend, dtype, deterministic):
     """Forward and backward captured once, replayed with other values in the same memory."""
@@ -318,7 +318,7 @@ REPLAYS = (
 )
 
 
-@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16")
+@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16", "sm90-float16")
 @pytest.mark.parametrize("length_dtype", ["int32", "int64"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_graph_with_new_lengths(cupy, backend, dtype, length_dtype, deterministic):
@@ -364,7 +364,7 @@ def test_graph_with_new_lengths(cupy, backend, dtype, length_dtype, deterministi
         assert_same(backend, Gradients(*gradients), eager, str(lengths), exact)
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_scratch_of_a_graph_is_its_own(cupy, tier):
     """What the pool hands out after the capture may be overwritten between replays, and by none of them."""
     backend = backend_named(tier)
@@ -388,7 +388,7 @@ def test_scratch_of_a_graph_is_its_own(cupy, tier):
         assert all((x.get() == 0x5A).all() for x in taken)
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_a_cold_kernel_under_capture_is_refused(cupy, monkeypatch, tier):
     backend = backend_named(tier)
     host = operands(backend, "float16", seqlen_q=100)
@@ -421,7 +421,7 @@ def scratch_of_rows(rows, padded_rows, heads, head_dim, real):
     return real * heads * (padded_rows * head_dim + rows * 2)
 
 
-@on_pairs("simt-float32", "simt-float64", "sm80-float16")
+@on_pairs("simt-float32", "simt-float64", "sm80-float16", "sm90-float16")
 @pytest.mark.parametrize("seqlen", [1000, 16384])
 def test_the_pool_grows_by_gradients_and_scratch_only(cupy, backend, dtype, seqlen):
     """Also where the scores alone would take one GiB."""
@@ -442,7 +442,7 @@ def test_the_pool_grows_by_gradients_and_scratch_only(cupy, backend, dtype, seql
         del result
 
 
-@on_pairs("simt-float32", "sm80-float16")
+@on_pairs("simt-float32", "sm80-float16", "sm90-float16")
 def test_the_pool_grows_no_more_for_packed_sequences(cupy, backend, dtype):
     lengths = Lengths((500, 0, 1500, 1, 70), spare_q=100)
     dout, q, k, v, out, lse = operands(backend, dtype, lengths, heads_q=2, heads_k=1)
@@ -462,7 +462,7 @@ def test_the_pool_grows_no_more_for_packed_sequences(cupy, backend, dtype):
     assert least <= scratch <= least + tiles + 4 * 2 * (rows // 16 + 8) + 6 * 512
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_gradients_are_not_allocated_where_they_are_given(cupy, tier):
     backend = backend_named(tier)
     host = operands(backend, "float16", seqlen_q=130)
@@ -483,7 +483,7 @@ def test_gradients_are_not_allocated_where_they_are_given(cupy, tier):
     assert sum(sizes) - mine == sum(x.nbytes for x in given.values())
 
 
-@BACKWARD_TIERS
+@TIERS
 def test_repeated_calls_leave_nothing_behind(cupy, tier):
     """Hundreds of calls of ten shapes: as many bytes in use after the last as after the first round."""
     backend = backend_named(tier)
@@ -514,7 +514,7 @@ def test_repeated_calls_leave_nothing_behind(cupy, tier):
 # Long sequences
 
 
-@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16")
+@on_pairs("simt-float32", "sm80-float16", "sm80-bfloat16", "sm90-float16")
 @pytest.mark.parametrize("seqlen", [2049, 4092])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_end_of_a_long_sequence(backend, dtype, seqlen, deterministic):
@@ -537,7 +537,7 @@ def test_the_end_of_a_long_sequence(backend, dtype, seqlen, deterministic):
         assert_right_gradients(Gradients(gradients.dq[:, rows], *others), *part, dlse=of_lse, causal=True)
 
 
-@on_pairs("simt-float32", "sm80-float16")
+@on_pairs("simt-float32", "sm80-float16", "sm90-float16")
 def test_a_skewed_batch(backend, dtype):
     """One long sequence among short ones, each as if it were alone."""
     rng = np.random.default_rng(5)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support import (
-    BACKWARD_FEW,
+    FEW,
     Gradients,
     Layout,
     assert_same,
@@ -39,7 +39,7 @@ def assert_untouched(backend, got, clean, touched, what):
 # No influence
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 @pytest.mark.parametrize("value", SPECIAL)
 def test_keys_that_no_row_sees(backend, dtype, value):
     """To the left of every window; some lie in tiles that are visited all the same. Their dk and dv are 0."""
@@ -55,7 +55,7 @@ def test_keys_that_no_row_sees(backend, dtype, value):
     assert (poisoned.dk[:, unseen] == 0).all() and (poisoned.dv[:, unseen] == 0).all()
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 @pytest.mark.parametrize("value", SPECIAL)
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k, options, empty",
@@ -84,7 +84,7 @@ def test_rows_that_see_no_key(backend, dtype, value, seqlen_q, seqlen_k, options
     assert (poisoned.dq[:, empty] == 0).all()
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 def test_a_band_across_padding(backend, dtype):
     """A row of one sequence sees nothing, with NaN in its dout: nothing else of the batch may know."""
     q, k, v = inputs(dtype, batch=2, seqlen_q=4, seqlen_k=2, head_dim=8)
@@ -115,7 +115,7 @@ def test_memory_after_the_last_row_and_channel(backend, dtype):
 PLACES = (0, 1, 63, 64, 100, 149)
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout", "dlse"])
 def test_nan_reaches_what_is_connected_with_it(backend, dtype, mask, name):
@@ -136,7 +136,7 @@ def test_nan_reaches_what_is_connected_with_it(backend, dtype, mask, name):
         assert_untouched(backend, gradients, clean, touched, f"{name} {place}")
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("special", ["inf", "-inf"])
 def test_infinity_among_the_inputs(backend, dtype, mask, special):
@@ -151,7 +151,7 @@ def test_infinity_among_the_inputs(backend, dtype, mask, special):
         assert_untouched(backend, gradients, clean, touched, name)
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 def test_several_special_values_at_once(backend, dtype):
     q, k, v = inputs(dtype, batch=1, seqlen_q=200, heads_q=2, heads_k=1, head_dim=64, head_dim_v=96)
     dout = dout_of(q, v)
@@ -161,7 +161,7 @@ def test_several_special_values_at_once(backend, dtype):
         check_backward(backend, dout, q, k, v, **options)
 
 
-@on_pairs(*BACKWARD_FEW)
+@on_pairs(*FEW)
 def test_another_head_and_sequence_do_not_see_it(backend, dtype):
     q, k, v = inputs(dtype, batch=2, seqlen_q=70, heads_q=4, heads_k=2)
     dout = dout_of(q, v)

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from support import DTYPES, MARKS, TAKES, Lengths, assert_right, assert_right_varlen, inputs, packed_inputs
+from support import DTYPES, MARKS, TAKES, assert_right, inputs
 
 import cuflash
 from cuflash import config
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.xdist_group("frameworks")
 TIERS = [
     pytest.param(tier, dtype, id=f"{tier}-{dtype}", marks=MARKS[tier]) for tier in MARKS for dtype in TAKES[tier]
 ]
-BACKWARD_TIERS = [parameter for parameter in TIERS if "sm90" not in parameter.values]
-FORWARD_TIERS = [parameter for parameter in TIERS if "sm90" in parameter.values]  # alone
 CPU = [pytest.param("cpu", dtype, id=f"cpu-{dtype}") for dtype in DTYPES]
 on_cuda = pytest.mark.gpu
 
@@ -89,23 +87,6 @@ def same(torch, tier, got, expected):
         torch.testing.assert_close(got, expected)
     else:
         assert torch.equal(got, expected)
-
-
-PACKED = Lengths((40, 0, 270, 5), (60, 9, 270, 0), spare_q=3, spare_k=2)
-
-
-@pytest.mark.parametrize("tier, dtype", FORWARD_TIERS)
-def test_torch_varlen(torch, tier, dtype):
-    """The other tiers: test_interop_backward.py."""
-    device = device_of(torch, tier)
-    host = packed_inputs(dtype, PACKED)
-    q, k, v, cu_q, cu_k = (to_torch(torch, x, device) for x in (*host, *PACKED.arrays()[0]))
-    with forced(tier):
-        out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
-        wide = cuflash.attention_varlen(q, k, v, cu_q.long(), cu_k.long(), causal=True, validate=True)
-    assert all(type(x) is torch.Tensor and x.device == q.device for x in (out, lse))
-    assert torch.equal(wide, out)
-    assert_right_varlen(from_torch(torch, out), from_torch(torch, lse), *host, PACKED, causal=True)
 
 
 @pytest.mark.parametrize("tier, dtype", CPU + TIERS)
@@ -292,17 +273,6 @@ def test_jax(jax, tier, dtype):
     assert (alone == result).all() and flat.shape == (90, 4, 64)
     assert np.isfinite(float(jax.numpy.sum(result.astype("float32"))))  # JAX can compute with it
     np.testing.assert_array_equal(np.asarray(q).view(np.uint8), host[0].view(np.uint8))
-
-
-@pytest.mark.parametrize("tier, dtype", FORWARD_TIERS)
-def test_jax_varlen(jax, tier, dtype):
-    """The other tiers: test_interop_backward.py."""
-    host = packed_inputs(dtype, PACKED)
-    q, k, v, cu_q, cu_k = on_device(jax, tier, (*host, *PACKED.arrays()[0]))
-    with forced(tier):
-        out, lse = cuflash.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
-    assert isinstance(out, jax.Array) and isinstance(lse, jax.Array)
-    assert_right_varlen(np.asarray(out), np.asarray(lse), *host, PACKED, causal=True)
 
 
 @pytest.mark.parametrize("tier, dtype", JAX_TIERS)

@@ -15,14 +15,14 @@ from support import (
     inputs,
     packed_inputs,
 )
-from test_interop import BACKWARD_TIERS, CPU, device_of, forced, from_torch, on_cuda, on_device, to_torch
+from test_interop import CPU, TIERS, device_of, forced, from_torch, on_cuda, on_device, to_torch
 
 import cuflash
 
 # In one process of pytest-xdist: importing both takes longer than all tests here.
 pytestmark = pytest.mark.xdist_group("frameworks")
 
-JAX_TIERS = [parameter for parameter in CPU + BACKWARD_TIERS if "float64" not in parameter.values]
+JAX_TIERS = [parameter for parameter in CPU + TIERS if "float64" not in parameter.values]
 
 LENGTHS = Lengths((40, 0, 70, 5), (60, 9, 70, 0), spare_q=3, spare_k=2)
 
@@ -31,7 +31,7 @@ LENGTHS = Lengths((40, 0, 70, 5), (60, 9, 70, 0), spare_q=3, spare_k=2)
 # PyTorch
 
 
-@pytest.mark.parametrize("tier, dtype", CPU + BACKWARD_TIERS)
+@pytest.mark.parametrize("tier, dtype", CPU + TIERS)
 def test_torch(torch, tier, dtype):
     device = device_of(torch, tier)
     host = inputs(dtype, seqlen_q=90, seqlen_k=140)
@@ -54,7 +54,7 @@ def test_torch(torch, tier, dtype):
     assert_right_gradients(gradients, host_dout, *host, dlse=host_dlse, causal=True)
 
 
-@pytest.mark.parametrize("tier, dtype", CPU + BACKWARD_TIERS)
+@pytest.mark.parametrize("tier, dtype", CPU + TIERS)
 def test_torch_vjp(torch, tier, dtype):
     device = device_of(torch, tier)
     host = inputs(dtype, seqlen_q=90)
@@ -68,7 +68,7 @@ def test_torch_vjp(torch, tier, dtype):
             assert_right_gradients(gradients, host_dout, *host, dlse=of_lse, causal=True)
 
 
-@pytest.mark.parametrize("tier, dtype", CPU + BACKWARD_TIERS)
+@pytest.mark.parametrize("tier, dtype", CPU + TIERS)
 def test_torch_varlen(torch, tier, dtype):
     device = device_of(torch, tier)
     host = packed_inputs(dtype, LENGTHS)
@@ -85,7 +85,7 @@ def test_torch_varlen(torch, tier, dtype):
     assert_right_gradients(gradients, host_dout, *host, lengths=LENGTHS, causal=True)
 
 
-@pytest.mark.parametrize("tier, dtype", CPU + BACKWARD_TIERS)
+@pytest.mark.parametrize("tier, dtype", CPU + TIERS)
 def test_torch_gradient_of_a_sum(torch, tier, dtype):
     """Stride 0 on every axis, as .sum() gives it, and of one row for all."""
     device = device_of(torch, tier)

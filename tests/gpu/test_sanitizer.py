@@ -49,9 +49,9 @@ def test_the_runs_are_right_without_it(part):
     assert done.returncode == 0 and done.stdout.strip().endswith(" runs, 0 wrong"), done.stdout + done.stderr
 
 
-# racecheck knows neither the barriers of fwd_sm90 nor what TMA and wgmma do with shared memory.
+# racecheck knows neither the barriers of sm90 nor what TMA and wgmma do with shared memory.
 RUNS = [(tool, tier, part) for tool in ("memcheck", "racecheck") for tier in ("simt", "sm80") for part in PARTS]
-RUNS += [("memcheck", "sm90", part) for part in ("forward", "varlen")]
+RUNS += [("memcheck", "sm90", part) for part in PARTS]
 
 
 @pytest.mark.parametrize("tool, tier, part", [pytest.param(*run, marks=MARKS[run[1]]) for run in RUNS])

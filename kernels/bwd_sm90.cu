@@ -1,0 +1,519 @@
+// Attention backward on Hopper's warpgroup tensor cores: float16 and bfloat16, sm_90a.
+//
+//   q, dout [batch, seqlen_q, heads_q, ..], k, v [batch, seqlen_k, heads_k, ..], rows (bwd_delta)  ->  dk, dv; adds to dq_sum
+//
+// The algorithm of bwd_sm80: a block computes dK and dV of 128 keys of one key head, in registers, over all query heads of the
+// group and all their query tiles that see the keys. Of a tile of kBlockM queries:
+//   S^T = K Q^T, dP^T = V dO^T;  P = exp2(S - lse), dS = P * (dP - delta);  dV += P^T dO, dK += dS^T Q;  dQ = dS K
+// Two consumers, warpgroups, own 64 keys each: as accumulators P^T and dS^T then are the A operands of dV and dK. Of dQ each has
+// a half, rows or columns, over all 128 keys: what the other computed of dS it reads from shared memory. Of warpgroup 0 one warp
+// loads by TMA, two prepare what has landed, and one waits for turns:
+//   kv_ready:      loader -> preparers, K and V have landed       raw[s]:   loader -> preparers, Q and dO have landed
+//   ready[s]:      preparers -> all, so have the facts of rows    free[s]:  consumers -> loader, the stage has been used
+//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
+// In a tile the consumers meet once, when dS is written. Of the products dV, dQ and dK dQ is waited for first: it leaves for
+// dq_sum while dK is computed (kDqLater: half of it does, the rest beside dV of the next tile).
+// A tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
+#include "attn/gradient.cuh"
+#include "attn/mask.cuh"
+#include "attn/params.cuh"
+#include "attn/poison.cuh"
+#include "attn/schedule.cuh"
+#include "attn/score.cuh"
+#include "attn/seqlen.cuh"
+#include "attn/tiles.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
+#include "ptx/reduce.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+
+using Element = ElementOf<DTYPE>::type;
+
+constexpr int kHeadDim = HEAD_DIM;              // of q and k and of v, padded with zeros
+constexpr int kBlockM = BLOCK_M;
+constexpr int kBlockN = BLOCK_N;
+constexpr int kStages = STAGES;                 // of Q and dO, and of dS
+constexpr bool kDqLater = DQ_LATER;
+constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dk and dv
+constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
+constexpr bool kDeterministic = DETERMINISTIC;
+
+constexpr int kConsumers = 2;                   // warpgroups
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kPreparers = 2;                   // warps
+constexpr int kOtherRegisters = 24, kConsumerRegisters = 240;   // all that a block has
+static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
+static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
+static_assert(!(kDqLater && kDeterministic), "a turn ends with its tile");
+
+// A consumer's half of dQ: 64 rows of 128, or half of the columns.
+constexpr bool kHalvesRows = kBlockM == 128;
+constexpr int kDqCols = kHalvesRows ? kHeadDim : kHeadDim / 2;
+static_assert(kHalvesRows || kBlockM == 64, "a product has 64 rows");
+
+using QLayout = PanelLayout<kBlockM, kHeadDim>;                 // also of dO
+using KLayout = PanelLayout<kBlockN, kHeadDim, K_PANEL>;        // a product begins with a panel: so does a half of the columns
+static_assert(kDqCols % K_PANEL == 0, "whole panels of K for dQ");
+using VLayout = PanelLayout<kBlockN, kHeadDim>;                 // also of dK and dV
+using DsLayout = PanelLayout<kBlockM, kBlockN>;                 // a row is a query; a panel has the keys of a consumer
+using HeadMask = Mask<kMaskLeft, kMaskRight>;
+using HeadScore = Score<SCORE, float>;
+
+// What all threads of a block know alike; read where it is used (hence volatile), as the main loop needs every register.
+struct BlockWork {
+  const RowFacts<float>* gRows;                 // of row 0 of the first query head of the group
+  float* gDqSum;
+  int* turns;                                   // DETERMINISTIC: of query tile 0 of that head
+  int batch, head_k, first_key;
+  int seqlen_q, seqlen_k;
+  int row_q, row_k, batch_axis;                 // for TMA: row 0, the first key, the last coordinate
+  int begin, end, full_begin, full_end;         // QueryTiles
+  int visits;                                   // query tiles of all heads
+  int keys_are_poisoned;
+};
+
+struct alignas(1024) SharedStorage {
+  u8 sK[KLayout::kBytes];                       // at the end dK
+  u8 sV[VLayout::kBytes];                       // at the end dV
+  u8 sQ[kStages][QLayout::kBytes];
+  u8 sDO[kStages][QLayout::kBytes];
+  u8 sDS[kStages][DsLayout::kBytes];
+  float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
+  float key_poison[kBlockN];                    // NaN for a key whose K held NaN or Inf
+  u64 kv_ready, raw[kStages], ready[kStages], free[kStages], turn_ready[kStages];
+  volatile BlockWork work;
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
+
+struct TmaParams : BwdParams { TensorMap q_map, k_map, v_map, dout_map; };
+static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == BWD_TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
+
+// A query tile of a query head of the group.
+struct Visit {
+  int head, tile;
+  DEV void advance(const SharedStorage& s) {
+    if (++tile == uniform(s.work.end)) tile = uniform(s.work.begin), head++;
+  }
+};
+DEV Visit first_visit(const SharedStorage& s) { return {0, uniform(s.work.begin)}; }
+// Whether some pairs of it do not see each other, or its keys are poisoned.
+DEV bool is_partial(const SharedStorage& s, const Visit& v) {
+  return (v.tile < s.work.full_begin) | (v.tile >= s.work.full_end) | (kHasMask && s.work.keys_are_poisoned);
+}
+
+// Works out what the block computes: one warp.
+DEV void describe_work(SharedStorage& s, const BwdParams& p) {
+  const bool acts = thread_index() == 0;
+  const u32 idx = kDeterministic ? uniform(acts ? take_ticket(p) : 0) : blockIdx.x;
+  const Work work = work_of_block<kKeySide>(idx, p);
+  const Sequence seq(p, work);
+  const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
+  const int first_key = work.tile * kBlockN, heads = p.heads_q / p.heads_k, head = work.head * heads;
+  const QueryTiles tiles = QueryTiles::of<kBlockM, kBlockN>(mask, first_key, min(first_key + kBlockN, seq.seqlen_k));
+  if (!acts) return;
+  s.work.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
+  s.work.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, head) * (kDqGroup * kHeadDim);
+  if (kDeterministic) s.work.turns = turn_of(p, seq, work.batch, head, 0, kBlockM);
+  s.work.batch = work.batch;
+  s.work.head_k = work.head;
+  s.work.first_key = first_key;
+  s.work.seqlen_q = seq.seqlen_q;
+  s.work.seqlen_k = seq.seqlen_k;
+  s.work.row_q = seq.first_q;
+  s.work.row_k = seq.first_k + first_key;
+  s.work.batch_axis = seq.batch;
+  s.work.begin = tiles.begin;
+  s.work.end = tiles.end;
+  s.work.full_begin = tiles.full_begin;
+  s.work.full_end = tiles.full_end;
+  s.work.visits = (tiles.end - tiles.begin) * heads;
+  s.work.keys_are_poisoned = 0;
+}
+
+// The loader, one warp, of which one thread acts.
+DEV void load_tiles(SharedStorage& s, const TmaParams& p, int visits) {
+  const bool acts = thread_index() == 0;
+  const int first_head = s.work.head_k * (p.heads_q / p.heads_k), row_q = s.work.row_q, batch = s.work.batch_axis;
+  if (acts) {
+    const u32 kv_ready = shared_address(&s.kv_ready);
+    mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
+    load_tile<KLayout>(shared_address(s.sK), &p.k_map, kv_ready, s.work.row_k, s.work.head_k, batch);
+    load_tile<VLayout>(shared_address(s.sV), &p.v_map, kv_ready, s.work.row_k, s.work.head_k, batch);
+  }
+  Visit visit = first_visit(s);
+  Ring<kStages> at;
+  #pragma unroll 1
+  for (int i = 0; i < visits; i++, visit.advance(s), at.next()) {
+    mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
+    if (!acts) continue;
+    const int row = row_q + visit.tile * kBlockM, head = first_head + visit.head;
+    const u32 raw = shared_address(&s.raw[at.stage]);
+    mbarrier_expect(raw, 2 * QLayout::kBytes);
+    load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
+    load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
+  }
+}
+
+constexpr int kPreparing = kPreparers * 32;     // threads, behind those of the loader
+DEV u32 preparer() { return thread_index() - 32; }
+DEV void sync_preparers() { barrier_sync(1, kPreparing); }
+
+// Zeros in place of rows from `rows` on: what TMA read there are rows of the next sequence.
+template <typename Layout> DEV void clear_rows(u32 tile, int rows) {
+  #pragma unroll 1
+  for (u32 at = preparer() * 16; at < Layout::kBytes; at += kPreparing * 16)
+    if (Layout::row_at(at) >= rows) store_shared(tile + at, Chunk{});
+}
+
+// NaN and Inf of operands that a product would carry, times a 0 of P or dS, to what does not see them: they become 0 in the
+// tile, and by a NaN in the facts of the row, or for the key, they go to exactly the pairs that see each other. There they
+// become NaN in all columns; a full tile, which needs none of this, keeps to the columns that they stand in.
+DEV void separate_nonfinite_queries(SharedStorage& s, u32 stage) {
+  const auto poison = [&](int row) { s.lse[stage][row] = __int_as_float(0x7fffffff); };
+  clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sQ[stage]), preparer(), poison);
+  clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sDO[stage]), preparer(), poison);
+}
+DEV void separate_nonfinite_keys(SharedStorage& s) {
+  clear_nonfinite<Element, KLayout, kBlockN, kPreparing>(shared_address(s.sK), preparer(), [&](int row) {
+    s.key_poison[row] = __int_as_float(0x7fffffff);
+    s.work.keys_are_poisoned = 1;
+  });
+}
+
+// The preparers: facts of rows, and what must not be in the tiles.
+DEV void prepare_tiles(SharedStorage& s, const BwdParams& p, int visits) {
+  const bool speaks = thread_index() % 32 == 0;
+  constexpr int kRows = kBlockM / kPreparing;   // of a thread
+  Visit visit = first_visit(s);
+  RowFacts<float> facts[kRows];
+  // Asked for before the tile has landed.
+  const auto load_facts = [&] {
+    const int first_row = visit.tile * kBlockM, seqlen_q = s.work.seqlen_q;
+    const RowFacts<float>* gRows = s.work.gRows + (i64)visit.head * p.seqlen_q;
+    #pragma unroll
+    for (int j = 0; j < kRows; j++) {
+      const int row = first_row + j * kPreparing + preparer();
+      facts[j] = row < seqlen_q ? gRows[row] : RowFacts<float>{infinity(0.f), 0.f};
+    }
+  };
+  load_facts();
+  mbarrier_wait(shared_address(&s.kv_ready), 0);
+  if (kVarlen) clear_rows<KLayout>(shared_address(s.sK), s.work.seqlen_k - s.work.first_key);
+  if (kHasMask && (is_partial(s, visit) || is_partial(s, {0, s.work.end - 1}))) separate_nonfinite_keys(s);
+  if (kVarlen || kHasMask) {
+    fence_async_proxy();
+    sync_preparers();
+  }
+  Ring<kStages> at;
+  #pragma unroll 1
+  for (int i = 0; i < visits; i++, at.next()) {
+    const int rows = s.work.seqlen_q - visit.tile * kBlockM;
+    const bool separates = kHasMask && is_partial(s, visit), clears = kVarlen && rows < kBlockM;
+    mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
+    #pragma unroll
+    for (int j = 0; j < kRows; j++) {
+      const int row = j * kPreparing + preparer();
+      s.lse[at.stage][row] = facts[j].lse_log2;
+      s.delta[at.stage][row] = facts[j].delta;
+    }
+    if (clears) {
+      clear_rows<QLayout>(shared_address(s.sQ[at.stage]), rows);
+      clear_rows<QLayout>(shared_address(s.sDO[at.stage]), rows);
+    }
+    if (separates) {
+      sync_preparers();                         // rows are poisoned behind their facts
+      separate_nonfinite_queries(s, at.stage);
+    }
+    if (clears || separates) fence_async_proxy();
+    __syncwarp();
+    if (speaks) mbarrier_arrive(shared_address(&s.ready[at.stage]));
+    visit.advance(s);
+    if (i + 1 < visits) load_facts();
+  }
+}
+
+// DETERMINISTIC: one warp waits until the key tiles before this one have added their dQ of a query tile. A counter counts the
+// consumers that have.
+DEV void await_turns(SharedStorage& s, const BwdParams& p, int visits) {
+  const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
+  const int key_tile = s.work.first_key / kBlockN;
+  Visit visit = first_visit(s);
+  Ring<kStages> at;
+  #pragma unroll 1
+  for (int i = 0; i < visits; i++, visit.advance(s), at.next()) {
+    const int first_row = visit.tile * kBlockM;
+    const int turn = key_tile - KeyTiles::of<kBlockN>(mask, first_row, min(first_row + kBlockM, mask.seqlen_q)).begin;
+    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);                // two tiles ago is over
+    if (thread_index() % 32 == 0) {
+      wait_for_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile, kConsumers * turn);
+      mbarrier_arrive(shared_address(&s.turn_ready[at.stage]));
+    }
+    __syncwarp();
+  }
+}
+
+using Scores = float[kBlockM / 2];
+using Weights = u32[kBlockM / 16][4];
+using Gradient = float[kHeadDim / 2];
+using DqPart = float[kDqCols / 2];
+
+template <typename Layout> DEV u64 descriptor_of(const u8* tile, int first_row = 0) {
+  return wgmma_descriptor<Layout::kSwizzleBytes>(shared_address(tile) + first_row * Layout::kSwizzleBytes, Layout::kPanelBytes);
+}
+// `n` times 16 columns, or 16 rows, further on.
+template <typename Layout> DEV u64 step_columns(u64 descriptor, int n) {
+  constexpr int kSteps = Layout::kPanel / 16;
+  return descriptor_step(descriptor, n / kSteps * Layout::kPanelBytes + n % kSteps * 32);
+}
+template <typename Layout> DEV u64 step_rows(u64 descriptor, int n) {
+  return descriptor_step(descriptor, n * 16 * Layout::kSwizzleBytes);
+}
+
+// Starts S^T = K Q^T or dP^T = V dO^T.
+template <typename KeyLayout> DEV void multiply_scores(Scores& rS, u64 keys, u64 queries) {
+  wgmma_fence();
+  #pragma unroll
+  for (int d = 0; d < kHeadDim / 16; d++)
+    wgmma_ss<Element>(rS, step_columns<KeyLayout>(keys, d), step_columns<QLayout>(queries, d), d > 0);
+  wgmma_commit();
+}
+// Starts dV += P^T dO or dK += dS^T Q.
+DEV void accumulate(Gradient& acc, const Weights& rA, u64 queries) {
+  wgmma_fence();
+  #pragma unroll
+  for (int m = 0; m < kBlockM / 16; m++) wgmma_rs<Element>(acc, rA[m], step_rows<QLayout>(queries, m), true);
+  wgmma_commit();
+}
+// Starts dQ = dS K.
+DEV void multiply_dq(DqPart& rDQ, u64 ds, u64 k) {
+  wgmma_fence();
+  #pragma unroll
+  for (int key = 0; key < kBlockN / 16; key++)
+    wgmma_ss_trans<Element>(rDQ, step_columns<DsLayout>(ds, key), step_rows<KLayout>(k, key), key > 0);
+  wgmma_commit();
+}
+
+// One of the two facts of this lane's two rows of the eight from `fact` on: the columns of an accumulator.
+struct alignas(8) Pair { float x[2]; };
+DEV Pair lane_facts(const float* fact) { return *(const Pair*)(fact + thread_index() % 4 * 2); }
+
+// P in place of raw products.
+DEV void exponentiate(Scores& rS, const HeadScore& score, const float* lse) {
+  #pragma unroll
+  for (int n = 0; n < kBlockM / 8; n++) {
+    const Pair f = lane_facts(lse + n * 8);
+    #pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; i++)
+      rS[i] = exp2_fast(fmaf(score.logit(rS[i]), score.exponent_scale(), -f.x[i % 2]));
+  }
+}
+// dS in place of dP, and P in place of raw products if that was left to do: the slope needs the logits.
+DEV void softmax_gradient(Scores& rS, Scores& rDP, const HeadScore& score, const float* lse, const float* delta) {
+  #pragma unroll
+  for (int n = 0; n < kBlockM / 8; n++) {
+    const Pair f = lane_facts(delta + n * 8);
+    #pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; i++) {
+      rDP[i] -= f.x[i % 2];
+      if constexpr (HeadScore::kHasSlope) {
+        const float logit = score.logit(rS[i]);
+        rDP[i] *= score.slope(logit);
+        rS[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -lane_facts(lse + n * 8).x[i % 2]));
+      }
+      rDP[i] *= rS[i];
+    }
+  }
+}
+
+// P and dS of pairs that do not see each other become 0 whatever they were, those of poisoned keys NaN.
+DEV void apply_mask(Scores& rP, Scores& rDS, const SharedStorage& s, const BwdParams& p, int warp_key, int first_row) {
+  const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
+  const int lane = thread_index() % 32, lane_row = first_row + lane % 4 * 2;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int tile_key = warp_key + r * 8 + lane / 4, key = s.work.first_key + tile_key;
+    const int begin = mask.row_begin(key) - lane_row, end = key < mask.seqlen_k ? mask.row_end(key) - lane_row : begin;
+    const float poison = kHasMask ? s.key_poison[tile_key] : 0.f;
+    #pragma unroll
+    for (int i = 0; i < kBlockM / 4; i++) {
+      const int row = i / 2 * 8 + i % 2;
+      const bool visible = row >= begin && row < end;
+      float& prob = rP[i / 2 * 4 + r * 2 + i % 2];
+      float& ds = rDS[i / 2 * 4 + r * 2 + i % 2];
+      prob = visible ? prob + poison : 0.f;
+      ds = visible ? ds + poison : 0.f;
+    }
+  }
+}
+
+// Accumulators, rounded: A operands.
+DEV void pack(Weights& rA, const Scores& rS) {
+  #pragma unroll
+  for (int i = 0; i < kBlockM / 4; i++) rA[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
+}
+// dS^T of a warp's 16 keys to the tile of dS.
+DEV void store_ds(u32 tile, const Weights& rA, int warp_key) {
+  const u32 lane = thread_index() % 32;
+  const u32 lane_ds = tile + DsLayout::offset(lane % 8 + lane / 16 * 8, warp_key / 8 + lane / 8 % 2);
+  #pragma unroll
+  for (int m = 0; m < kBlockM / 16; m++) stmatrix_x4_trans(lane_ds + m * 16 * DsLayout::kSwizzleBytes, rA[m]);
+}
+
+// Where this lane's part of dQ goes. Groups past the end have dS = 0: they add nothing to the last one, without a branch. Rows
+// past the end may get a NaN of K there, which nothing reads.
+DEV float* dq_of(const SharedStorage& s, const BwdParams& p, const Visit& v, int consumer) {
+  const u32 lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const int group = v.tile * (kBlockM / kDqGroup) + (kHalvesRows ? consumer * 4 : 0) + warp;
+  const i64 head_group = v.head * num_dq_groups(p) + min(group, (s.work.seqlen_q - 1) / kDqGroup);
+  return s.work.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
+}
+// Units of 16 rows by 8 columns, from `first` on.
+template <int kSize> DEV void add_dq(float* dst, const float (&rDQ)[kSize], int first, int end) {
+  #pragma unroll
+  for (int n = first; n < end; n++) {
+    const float unit[4] = {rDQ[4 * (n - first)], rDQ[4 * (n - first) + 1], rDQ[4 * (n - first) + 2], rDQ[4 * (n - first) + 3]};
+    red_add(dst + n * 128, unit);
+  }
+}
+
+// One of dK and dV, the rows of a warp, to shared memory.
+DEV void stage_gradient(u32 tile, const Gradient& acc, int warp_key, float scale) {
+  #pragma unroll
+  for (int d = 0; d < kHeadDim / 8; d += 2) {
+    u32 word[4];
+    #pragma unroll
+    for (int j = 0; j < 4; j++) word[j] = pack2<Element>(acc[d * 4 + 2 * j] * scale, acc[d * 4 + 2 * j + 1] * scale);
+    store_fragment<VLayout>(tile, warp_key, d, word);
+  }
+}
+// From there, the rows of a consumer; those past `rows_used` are zeros.
+DEV void write_rows(Element* dst, i64 row_stride, u32 tile, int consumer, int rows, int rows_used, int cols) {
+  constexpr int kChunks = kHeadDim / 8;
+  #pragma unroll 4
+  for (int idx = thread_index() % 128; idx < 64 * kChunks; idx += 128) {
+    const int row = consumer * 64 + idx / kChunks, chunk = idx % kChunks;
+    const Chunk c = row < rows_used ? load_shared(tile + VLayout::offset(row, chunk)) : Chunk{};
+    if (row < rows) store_chunk<kOutVecBytes>((char*)(dst + row * row_stride + chunk * 8), c, (cols - chunk * 8) * 2);
+  }
+}
+
+// The consumer, a warpgroup.
+DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer, int visits) {
+  const HeadScore score(p);
+  const u64 k = descriptor_of<KLayout>(s.sK, consumer * 64), v = descriptor_of<VLayout>(s.sV, consumer * 64);
+  const u64 q = descriptor_of<QLayout>(s.sQ[0]), dout = descriptor_of<QLayout>(s.sDO[0]);
+  // For dQ: rows of dS, columns of K.
+  const u64 ds = descriptor_of<DsLayout>(s.sDS[0], kHalvesRows ? consumer * 64 : 0);
+  const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK), kHalvesRows ? 0 : consumer * (kDqCols / 16));
+  const int warp_key = thread_index() % 128 / 32 * 16 + consumer * 64;
+  const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
+  const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
+  const bool speaks = thread_index() % 128 == 0;
+  constexpr int kUnits = kDqCols / 8, kUnitsLater = kDqLater ? kUnits / 2 : 0, kUnitsNow = kUnits - kUnitsLater;
+
+  Gradient rDK, rDV;
+  #pragma unroll
+  for (int i = 0; i < kHeadDim / 2; i++) rDK[i] = rDV[i] = 0.f;
+  float rLater[kDqLater ? kUnitsLater * 4 : 1] = {};            // dQ of the last tile that has not left
+  Visit visit = first_visit(s), last = visit;   // at first zeros are added: a branch beside products costs a wait
+  Ring<kStages> at;
+  #pragma unroll 1
+  for (int i = 0; i < visits; i++) {
+    const u32 tile_bytes = at.stage * QLayout::kBytes, ds_bytes = at.stage * DsLayout::kBytes;
+    Scores rS, rDP;
+    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+    const bool partial = is_partial(s, visit);
+    multiply_scores<KLayout>(rS, k, descriptor_step(q, tile_bytes));
+    multiply_scores<VLayout>(rDP, v, descriptor_step(dout, tile_bytes));
+    wgmma_wait<1>();
+    wgmma_pin(rS);
+    if (!HeadScore::kHasSlope) exponentiate(rS, score, s.lse[at.stage]);
+    wgmma_wait<0>();
+    wgmma_pin(rDP);
+    softmax_gradient(rS, rDP, score, s.lse[at.stage], s.delta[at.stage]);
+    if (partial) apply_mask(rS, rDP, s, p, warp_key, visit.tile * kBlockM);
+    Weights rP, rDS;
+    pack(rP, rS);
+    pack(rDS, rDP);
+    store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
+    fence_async_proxy();
+    accumulate(rDV, rP, descriptor_step(dout, tile_bytes));
+    if (kDqLater) add_dq(dq_of(s, p, last, consumer), rLater, kUnitsNow, kUnits);
+    sync_consumers();                           // dS is written
+    DqPart rDQ;
+    multiply_dq(rDQ, descriptor_step(ds, ds_bytes), k_columns);
+    accumulate(rDK, rDS, descriptor_step(q, tile_bytes));
+    wgmma_wait<1>();
+    wgmma_pin(rDQ);
+    if (kDeterministic) mbarrier_wait(shared_address(&s.turn_ready[at.stage]), at.phase);
+    add_dq(dq_of(s, p, visit, consumer), rDQ, 0, kUnitsNow);
+    if (kDeterministic) {
+      sync_consumer();
+      if (speaks) pass_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile);
+    }
+    wgmma_wait<0>();
+    wgmma_pin(rDK);
+    wgmma_pin(rDV);
+    if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
+    if (kDqLater) {
+      // The compiler lets go of the registers of a product only through arithmetic.
+      const float one = __uint_as_float(opaque(0x3f800000));
+      #pragma unroll
+      for (int i = 0; i < kUnitsLater * 4; i++) rLater[i] = rDQ[kUnitsNow * 4 + i] * one;
+    }
+    last = visit;
+    visit.advance(s);
+    at.next();
+  }
+  if (kDqLater && visits > 0) add_dq(dq_of(s, p, last, consumer), rLater, kUnitsNow, kUnits);
+
+  sync_consumers();                             // all have read K
+  stage_gradient(shared_address(s.sK), rDK, warp_key, (float)p.softmax_scale);
+  stage_gradient(shared_address(s.sV), rDV, warp_key, 1.f);
+  sync_consumer();
+  const Sequence seq(p, s.work.batch);
+  const int first = s.work.first_key, head = s.work.head_k, rows = seq.rows_k - first, rows_used = seq.seqlen_k - first;
+  write_rows(seq.key_rows((Element*)p.dk, p.dk_strides, head) + first * p.dk_strides.row, p.dk_strides.row,
+             shared_address(s.sK), consumer, rows, rows_used, p.head_dim);
+  write_rows(seq.key_rows((Element*)p.dv, p.dv_strides, head) + first * p.dv_strides.row, p.dv_strides.row,
+             shared_address(s.sV), consumer, rows, rows_used, p.head_dim_v);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_constant__ TmaParams p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  SharedStorage& s = *(SharedStorage*)smem;
+  const int warp = uniform(threadIdx.x / 32);
+  if (threadIdx.x == 0) {
+    tma_prefetch_map(&p.q_map);
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+    tma_prefetch_map(&p.dout_map);
+    mbarrier_init(shared_address(&s.kv_ready), 1);
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(shared_address(&s.raw[i]), 1);
+      mbarrier_init(shared_address(&s.ready[i]), kPreparers);
+      mbarrier_init(shared_address(&s.free[i]), kConsumers);
+      mbarrier_init(shared_address(&s.turn_ready[i]), 1);
+    }
+    mbarrier_init_fence();
+  }
+  if (warp == 0) describe_work(s, p);
+  if (kHasMask && threadIdx.x >= kThreads - kBlockN) s.key_poison[threadIdx.x - (kThreads - kBlockN)] = 0.f;
+  __syncthreads();
+  if (s.work.batch < 0) return;
+  const int warpgroup = uniform(threadIdx.x / 128), visits = uniform(s.work.visits);
+  if (warpgroup == 0) {
+    set_fewer_registers<kOtherRegisters>();
+    if (visits == 0) return;                    // no query sees a key: the consumers write zeros
+    if (warp == 0) load_tiles(s, p, visits);
+    else if (warp <= kPreparers) prepare_tiles(s, p, visits);
+    else if (kDeterministic) await_turns(s, p, visits);
+  } else {
+    set_more_registers<kConsumerRegisters>();
+    differentiate(s, p, warpgroup - 1, visits);
+  }
+}
