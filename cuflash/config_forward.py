@@ -14,7 +14,6 @@ from .config_base import (
     Device,
     no_tile,
     not_16_bit,
-    panel_of,
     round_up,
     shared_constants,
     vec_bytes,
@@ -262,7 +261,7 @@ def _sm80(problem: Problem, device: Device, refused) -> Config:
 # --------------------------------------------------------------------------------------------------------------- sm90
 
 _SM90_HEAD_DIMS = (64, 96, 128, 192, 256)
-_SM90_STAGES = 2
+_SM90_STAGES = (2, 3)
 
 
 class _Sm90Tile(NamedTuple):
@@ -297,7 +296,7 @@ def _refuse_sm90(problem: Problem, device: Device) -> str | None:
     if problem.alignment < 16 or not problem.tma:
         return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
                 "negative nor 1 TiB or more")
-    if _sm90_smem(problem, tma_out=False) > device.smem_optin:
+    if _sm90_smem(problem, 2) > device.smem_optin:
         return no_tile(problem, device)
     return None
 
@@ -318,29 +317,25 @@ def _sm90_tile(problem: Problem) -> _Sm90Tile:
     return _SM90_TILES[name]
 
 
-def _sm90_smem(problem: Problem, tma_out: bool) -> int:
-    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, O on its way out, barriers, tiles of the launch, flags of V."""
-    (head_dim, head_dim_v), tile, stages = _sm90_sizes(problem), _sm90_tile(problem), _SM90_STAGES
-    panel = panel_of(head_dim_v)
-    out = 64 * panel * min(2, head_dim_v // panel) if tma_out else 0            # of a consumer
-    arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v) + tile.consumers * out)
+def _sm90_smem(problem: Problem, stages: int) -> int:
+    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch, flags of V."""
+    (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
+    arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
     barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2), 16)
     return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
-    tile, stages = _sm90_tile(problem), _SM90_STAGES
+    tile = _sm90_tile(problem)
     heads, heads_why = _heads_in_group(problem, device)
     counts_tiles = problem.varlen or _is_masked(problem)
-    # A store ends with a chunk of 16 bytes, whatever of it is outside of the array.
-    can_tma_out = problem.out_alignment == 16 and problem.out_tma and problem.head_dim_v % 8 == 0 and not problem.varlen
-    tma_out = can_tma_out and _sm90_smem(problem, tma_out=True) <= device.smem_optin
-    smem = _sm90_smem(problem, tma_out)
+    stages = max(n for n in _SM90_STAGES if _sm90_smem(problem, n) <= device.smem_optin)
+    smem = _sm90_smem(problem, stages)
     constants = {
         **shared_constants(problem),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "WHOLE_HEADS": int(problem.head_dim_v == head_dim_v),
-        "TMA_OUT": int(tma_out), "CONSUMERS": tile.consumers, "BLOCK_N": tile.block_n, "STAGES": stages, "TURNS": int(tile.turns),
+        "CONSUMERS": tile.consumers, "BLOCK_N": tile.block_n, "STAGES": stages, "TURNS": int(tile.turns),
         "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
     }
     reasons = (
@@ -352,10 +347,6 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}; the copies pad with "
         "zeros",
-        f"tma_out = {int(tma_out)}  # " + ("out is written by TMA" if tma_out else
-                                         "no shared memory is left for out on its way" if can_tma_out else
-                                         "TMA cannot leave out rows past the end of a sequence" if problem.varlen else
-                                         "an address, stride or row of out is no multiple of 16 bytes, or a stride is negative"),
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one tile after the other"
         + (", the next one by a counter, as they take different time" if counts_tiles else ""),
         heads_why,

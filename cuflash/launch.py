@@ -19,8 +19,7 @@ _FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"
 _FORWARD_STRIDES = ("q", "k", "v", "out")
 _BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns")
 _BACKWARD_STRIDES = ("dout", "dq", "dk", "dv")
-_TENSOR_MAPS = ("q", "k", "v", "out")
-_BACKWARD_TENSOR_MAPS = ("q", "k", "v", "dout")
+_TENSOR_MAPS = ("q", "k", "v", "dout")      # a forward has the first three
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
 
 
@@ -182,8 +181,7 @@ def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
         return {"q": (panel, config.block_m), "k": (constants["K_PANEL"], config.block_n), "v": (panel, config.block_n),
                 "dout": (panel, config.block_m)}
     panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
-    boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
-    return boxes | {"out": (panel_v, 16)} if constants["TMA_OUT"] else boxes
+    return {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- launches
@@ -313,8 +311,6 @@ class Prepared:
         if is_backward:
             self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
         elif config.tier == "sm90":
-            if views["out"] is None:            # its address comes with the call
-                views = views | {"out": View(shapes["out"], strides["out"], problem.dtype, "", 0, "")}
             self.launch = TmaLaunch(steps, loaded, params, num_pointers, views, boxes_of(config),
                                     config.counts_tiles and not problem.varlen)
         else:

@@ -25,7 +25,7 @@ class Problem:
     Query i sees key j iff ``i + d - window_left <= j <= i + d + window_right`` with ``d = seqlen_k - seqlen_q``;
     None is unbounded, and causal is already folded into ``window_right``. ``softcap`` 0 is off. ``alignment`` is
     the largest power of two (2 to 16, bytes) that divides every base pointer and outer stride of q, k and v;
-    ``out_alignment`` the same of out. ``tma``: tensor maps can describe q, k and v; ``out_tma``: out.
+    ``out_alignment`` the same of out. ``tma``: tensor maps can describe q, k and v.
 
     ``varlen``: ``batch`` is the number of sequences, packed one after the other; ``seqlen_q`` and ``seqlen_k`` are the
     rows of all arrays, and the relation above holds inside each sequence with its own lengths. Bits 0 to 3 of
@@ -48,7 +48,6 @@ class Problem:
     alignment: int = 16
     out_alignment: int = 16
     tma: bool = True
-    out_tma: bool = True
     varlen: bool = False
     has_seqused_q: bool = False
     has_seqused_k: bool = False
@@ -129,7 +128,7 @@ def _forward(fields: dict, inputs: dict[str, View], out: View | None, return_lse
         _check_written("out", out, result_shapes(fields)["out"], inputs)
     return Problem(**fields, return_lse=bool(return_lse), alignment=min(alignment(inputs[name]) for name in "qkv"),
                    out_alignment=_alignment_of_written(fields, {"out": out}),
-                   tma=all(tma_addressable(inputs[name]) for name in "qkv"), out_tma=out is None or tma_addressable(out))
+                   tma=all(tma_addressable(inputs[name]) for name in "qkv"))
 
 
 def _backward(fields: dict, inputs: dict[str, View], results: dict[str, View], statistics: dict[str, View | None],
@@ -151,7 +150,6 @@ def _backward(fields: dict, inputs: dict[str, View], results: dict[str, View], s
         **fields, alignment=min(alignment(view) for view in (*(inputs[name] for name in "qkv"), *results.values())),
         out_alignment=_alignment_of_written(fields, gradients),
         tma=all(tma_addressable(view) for view in (*(inputs[name] for name in "qkv"), *results.values())),
-        out_tma=all(map(tma_addressable, _given(gradients).values())),
         deterministic=bool(deterministic),
         has_dlse=statistics["dlse"] is not None)
 

@@ -41,7 +41,6 @@ constexpr bool kTurns = TURNS;
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim_v fills kHeadDimV
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
-constexpr bool kTmaOut = TMA_OUT;               // TMA writes out: rows past the end of a packed sequence it cannot leave out
 constexpr int kThreads = (kConsumers + 1) * 128;
 // All that a block has. O of 256 columns takes what the loader can do without.
 constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kHeadDimV == 256 ? 24 : 40;
@@ -52,8 +51,6 @@ static_assert(kBlockN % 16 == 0, "whole steps of P V");
 using QLayout = PanelLayout<64, kHeadDim>;      // of one consumer
 using KLayout = PanelLayout<kBlockN, kHeadDim>;
 using VLayout = PanelLayout<kBlockN, kHeadDimV>;
-using OLayout = PanelLayout<64, kHeadDimV>;     // of one consumer
-constexpr int kOutPanels = OLayout::kPanels < 2 ? 1 : 2;                        // that lie in shared memory on their way out
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, float>;
 
@@ -72,14 +69,7 @@ constexpr bool kChecksV = kMaskLeft || kMaskRight || kVarlen;
 constexpr int kCheckers = 2;                    // warps
 constexpr int kSlots = 2;                       // for tiles of the launch: one that is computed, the next
 
-// O on its way to TMA.
-template <bool> struct Staged {
-  u8 sO[kConsumers][kOutPanels][OLayout::kPanelBytes];
-  DEV u32 of(int consumer) const { return shared_address(sO[consumer]); }
-};
-template <> struct Staged<false> { DEV u32 of(int) const { return 0; } };
-
-struct alignas(1024) SharedStorage : Staged<kTmaOut> {
+struct alignas(1024) SharedStorage {
   u8 sQ[kConsumers][QLayout::kBytes];
   u8 sK[kStages][KLayout::kBytes];
   u8 sV[kStages][VLayout::kBytes];
@@ -91,7 +81,7 @@ struct alignas(1024) SharedStorage : Staged<kTmaOut> {
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
 // A forward's params, and these. `tiles` without VARLEN: the header alone; null: a block takes every gridDim.x-th tile.
-struct TmaParams : FwdParams { TensorMap q_map, k_map, v_map, out_map; };        // out_map: kTmaOut
+struct TmaParams : FwdParams { TensorMap q_map, k_map, v_map; };
 static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
 
 // How many tiles there are.
@@ -347,8 +337,8 @@ DEV void clear_tile(u32 v_tile) {
   barrier_sync(kBarrier, kAll);
 }
 
-// Writes the 16 rows of a warp: panel after panel through its part of sO to TMA, or from registers.
-DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaParams& p, const Work& work) {
+// Writes the 16 rows of a warp.
+DEV void write_out(const Output& rO, const Rows& rows, const FwdParams& p, const Work& work) {
   const Sequence seq(p, work);
   const u32 lane = thread_index() % 32;
   const int warp_row = (int)(thread_index() % 128 / 32) * 16;
@@ -366,46 +356,21 @@ DEV void write_out(const Output& rO, const Rows& rows, u32 staged, const TmaPara
     if (p.lse && lane % 4 == 0 && row < seq.rows_q)
       gLse[row] = sum == 0.f ? -infinity(0.f) : (rows.max[r] + log2f(sum)) * 0.6931471806f;
   }
-  if constexpr (kTmaOut) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + r * 8 + lane / 4, column = lane % 4 * 8;
+    char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head) + row * p.out_strides.row + column);
     #pragma unroll
-    for (int panel = 0; panel < OLayout::kPanels; panel++) {
-      const u32 sPanel = staged + panel % kOutPanels * OLayout::kPanelBytes;
-      if (lane == 0) tma_store_wait<kOutPanels - 1>();          // what was here has been read
-      __syncwarp();
+    for (int d = 0; d < kHeadDimV / 8; d += 4) {
+      u32 word[4];
       #pragma unroll
-      for (int chunk = 0; chunk < OLayout::kChunks; chunk += 2) {
-        u32 word[4];
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float (&x)[4] = rO[0][panel * OLayout::kChunks + chunk + j / 2];
-          word[j] = pack2<Element>(x[j % 2 * 2] * inverse[j % 2], x[j % 2 * 2 + 1] * inverse[j % 2]);
-        }
-        stmatrix_x4(sPanel + OLayout::offset(warp_row + lane % 16, chunk + lane / 16), word);
+      for (int j = 0; j < 4; j++) {
+        word[j] = pack2<Element>(rO[0][d + j][2 * r] * inverse[r], rO[0][d + j][2 * r + 1] * inverse[r]);
+        if (kVarlen && inverse[r] == 0.f) word[j] = 0;          // of a row that takes no part O is anything
       }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) {
-        tma_store(&p.out_map, sPanel + warp_row * OLayout::kSwizzleBytes, panel * OLayout::kPanel, first_row, work.head, seq.batch);
-        tma_store_commit();
-      }
-    }
-  } else {
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const int row = first_row + r * 8 + lane / 4, column = lane % 4 * 8;
-      char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head) + row * p.out_strides.row + column);
-      #pragma unroll
-      for (int d = 0; d < kHeadDimV / 8; d += 4) {
-        u32 word[4];
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          word[j] = pack2<Element>(rO[0][d + j][2 * r] * inverse[r], rO[0][d + j][2 * r + 1] * inverse[r]);
-          if (kVarlen && inverse[r] == 0.f) word[j] = 0;        // of a row that takes no part O is anything
-        }
-        const Chunk c = transpose_quad(word, lane % 4);
-        if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < seq.rows_q, gO + d * 16, c);
-        else if (row < seq.rows_q) store_chunk<kOutVecBytes>(gO + d * 16, c, kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * 2);
-      }
+      const Chunk c = transpose_quad(word, lane % 4);
+      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < seq.rows_q, gO + d * 16, c);
+      else if (row < seq.rows_q) store_chunk<kOutVecBytes>(gO + d * 16, c, kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * 2);
     }
   }
 }
@@ -624,7 +589,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     const Rows finished = rows;
     const u32 finished_slot = slot.stage;
     const auto write_finished = [&] {
-      write_out(rO, finished, s.of(consumer), p, s.work[finished_slot].work);
+      write_out(rO, finished, p, s.work[finished_slot].work);
       free_slot(finished_slot);
     };
     my_turn();
@@ -707,6 +672,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
   } else {
     set_more_registers<kConsumerRegisters>();
     attend(s, p, warpgroup - 1);
-    if (kTmaOut && threadIdx.x % 32 == 0) tma_store_wait<0>();  // before shared memory goes
   }
 }

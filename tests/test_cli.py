@@ -837,7 +837,7 @@ def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
                 problem = builds.packed_problem(
                     row["dtype"], **sizes, **asked, backward=row["call"] == "backward"
                 )
-                aligned = dataclasses.replace(problem, alignment=16, out_alignment=16, tma=True, out_tma=True)
+                aligned = dataclasses.replace(problem, alignment=16, out_alignment=16, tma=True)
                 assert row["tiers"][feature] == config.choose(aligned, device).tier
                 if problem.alignment < 16 and feature == "plain":
                     assert row["tiers"]["any stride"] == config.choose(problem, device).tier

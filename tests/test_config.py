@@ -81,7 +81,6 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         is_even = stated.window_left is None and stated.window_right is None and not stated.varlen
         assert made.max_blocks == device.num_sms and made.counts_tiles == (not is_even)
         assert stated.alignment == 16 and stated.tma
-        assert constants["TMA_OUT"] <= (stated.out_alignment == 16 and stated.out_tma and not stated.varlen)
     else:
         assert made.threads == 32 * constants["WARPS"] and made.block_m == constants["BLOCK_M"]
         # Another block next to it must have room: its own memory and what the driver takes of each.
@@ -187,17 +186,6 @@ def test_arrays_that_tma_cannot_address_go_to_the_next_tier(problem_of, arrays, 
             choose(stated, H200, "sm90")
 
 
-@pytest.mark.parametrize("change", [dict(out_alignment=8), dict(out_alignment=2), dict(out_tma=False)], ids=str)
-def test_any_out_is_written_by_the_hopper_forward(change):
-    for head_dim, head_dim_v in (*zip(HEAD_DIMS, HEAD_DIMS, strict=True), *UNEQUAL):
-        stated = problem("float16", head_dim, head_dim_v, **change)
-        made = choose(stated, H200)
-        assert_sound(made, stated, H200)
-        assert made.tier == "sm90" and dict(made.constants)["TMA_OUT"] == 0
-        plain = dict(choose(problem("float16", head_dim, head_dim_v), H200).constants)
-        assert plain["TMA_OUT"] == (head_dim_v % 8 == 0) and plain["OUT_VEC_BYTES"] == 16
-
-
 def test_the_name_of_a_gpu_decides_nothing():
     for dtype in DTYPES:
         assert choose(problem(dtype), dataclasses.replace(H200, name="")) == choose(problem(dtype), H200)
@@ -253,7 +241,6 @@ COMPILED_FOR = [
     [
         *((problem_of, tier, change) for problem_of, tier in WITH_TIERS for change in COMPILED_FOR),
         *((problem_of, tier, dict(alignment=2)) for problem_of, tier in WITH_TIERS if tier != "sm90"),
-        (problem, "sm90", dict(out_tma=False)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -666,7 +653,7 @@ class Driver(list):
         self.append((kernel, grid, threads, smem, stream, record))
         self.events.append(kernel)
         if kernel in MAPS:
-            size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
+            size = (4 if "bwd" in kernel else 3) * tma.MAP_BYTES
             self.launched_maps.append(ctypes.string_at(address + MAPS[kernel], size))
 
     def memset(self, pointer, value, num_bytes, stream):
@@ -763,55 +750,42 @@ def test_a_hopper_forward_has_as_many_blocks_as_multiprocessors_at_most(driver, 
 
 def test_a_hopper_forward_describes_its_arrays_to_the_driver(driver):
     call = prepared(problem("float16", 192, 96), ("out",))
-    q, k, v, out = driver.maps.encoded
+    q, k, v = driver.maps.encoded
     constants = dict(choose(call.problem, H200).constants)
-    assert (constants["HEAD_DIM"], constants["HEAD_DIM_V"], constants["TMA_OUT"]) == (192, 96, 1)
-    assert [made.pointer for made in (q, k, v, out)] == [1 << 30, 2 << 30, 3 << 30, 0], "out comes with the call"
+    assert (constants["HEAD_DIM"], constants["HEAD_DIM_V"]) == (192, 96)
+    assert [made.pointer for made in (q, k, v)] == [1 << 30, 2 << 30, 3 << 30]
     assert q.sizes == (192, 1000, 8, 2) and k.sizes == (192, 1000, 2, 2) and v.sizes == (96, 1000, 2, 2)
-    assert out.sizes == (96, 1000, 8, 2) and out.strides == (8 * 96 * 2, 96 * 2, 1000 * 8 * 96 * 2)
     assert q.strides == (8 * 192 * 2, 192 * 2, 1000 * 8 * 192 * 2)
     # A copy takes a panel of 64 columns, or 32 where 64 do not divide them: of the rows of a warpgroup, or of a key tile.
     block_n = constants["BLOCK_N"]
-    assert [made.box[:2] for made in (q, k, v, out)] == [(64, 64), (64, block_n), (32, block_n), (32, 64)]
+    assert [made.box[:2] for made in (q, k, v)] == [(64, 64), (64, block_n), (32, block_n)]
     first = q.place
-    assert [made.place for made in (q, k, v, out)] == [first, first + 128, first + 256, first + 384]
+    assert [made.place for made in (q, k, v)] == [first, first + 128, first + 256]
     call.launch(7, 1 << 30, 2 << 30, 3 << 30, 4 << 30, 0)
     (maps,) = driver.launched_maps
-    assert pointers_of(maps) == [1 << 30, 2 << 30, 3 << 30, 4 << 30], "where the kernel looks for them"
+    assert pointers_of(maps) == [1 << 30, 2 << 30, 3 << 30], "where the kernel looks for them"
 
 
 def test_a_tensor_map_is_changed_only_when_its_pointer_is(driver):
-    out = View((2, 1000, 8, 64), launch.contiguous_strides((2, 1000, 8, 64)), "float16", "cuda:0", 4 << 30, "cupy")
-    call = prepared(problem(), ("out",), out=out)
-    q, k, v, o = (made.place for made in driver.maps.encoded)
+    call = prepared(problem(), ("out",))
+    q, k, v = (made.place for made in driver.maps.encoded)
     replaced = driver.maps.replaced
-    same = 1 << 30, 2 << 30, 3 << 30, 4 << 30
+    same = 1 << 30, 2 << 30, 3 << 30
     for _ in range(2):
-        call.launch(7, *same, 0)
+        call.launch(7, *same, 4 << 30, 0)
     assert replaced == [] and pointers_of(driver.launched_maps[-1]) == list(same)
     for pointers, expected in (
-        ((1 << 30, 5 << 30, 3 << 30, 4 << 30), [(k, 5 << 30)]),
-        ((1 << 30, 5 << 30, 3 << 30, 4 << 30), []),
-        ((1 << 31, 5 << 30, 7 << 30, 4 << 30), [(q, 1 << 31), (v, 7 << 30)]),
-        ((1 << 31, 5 << 30, 7 << 30, 8 << 30), [(o, 8 << 30)]),
-        (same, list(zip((q, k, v, o), same, strict=True))),
+        ((1 << 30, 5 << 30, 3 << 30), [(k, 5 << 30)]),
+        ((1 << 30, 5 << 30, 3 << 30), []),
+        ((1 << 31, 5 << 30, 7 << 30), [(q, 1 << 31), (v, 7 << 30)]),
+        (same, list(zip((q, k, v), same, strict=True))),
         (same, []),
     ):
         replaced.clear()
-        call.launch(7, *pointers, 0)
+        call.launch(7, *pointers, 4 << 30, 0)
         assert replaced == expected and pointers_of(driver.launched_maps[-1]) == list(pointers)
-        assert pointers_in(driver[-1][5])[:4] == list(pointers)
-    assert len(driver.maps.encoded) == 4
-
-
-@pytest.mark.parametrize("change", [dict(out_alignment=8), dict(out_tma=False)], ids=str)
-def test_an_out_that_tma_does_not_write_has_no_map(driver, change):
-    call = prepared(problem(**change), ("out",))
-    assert [made.pointer for made in driver.maps.encoded] == [1 << 30, 2 << 30, 3 << 30]
-    for out in (80, 90):
-        call.launch(7, 1 << 30, 2 << 30, 3 << 30, out, 0)
-        assert pointers_in(driver[-1][5])[3] == out and pointers_of(driver.launched_maps[-1])[3] == 0
-    assert driver.maps.replaced == []
+        assert pointers_in(driver[-1][5])[:4] == [*pointers, 4 << 30]
+    assert len(driver.maps.encoded) == 3
 
 
 @pytest.mark.parametrize("change", [dict(window_right=0), dict(window_left=3), dict(window_left=3, window_right=9)], ids=str)
@@ -843,7 +817,7 @@ def test_a_packed_hopper_forward_counts_in_its_list(driver, change):
 def test_a_hopper_forward_without_keys(driver):
     """The driver describes no empty array; zeros are written all the same."""
     prepared(problem(seqlen_k=0), ("out",)).launch(7, 1 << 30, 0, 0, 4 << 30, 0)
-    assert [made.sizes[1] for made in driver.maps.encoded] == [1000, 1, 1, 1000]
+    assert [made.sizes[1] for made in driver.maps.encoded] == [1000, 1, 1]
     assert driver.events == ["fwd_sm90"] and driver[0][5]["seqlen_k"] == 0
 
 
@@ -861,7 +835,7 @@ def test_a_tensor_map_that_the_driver_refuses(driver):
 
 def test_params_have_room_for_a_backward(driver):
     """One buffer serves every launch: that of a backward with maps is the longest."""
-    room = launch.BWD_TENSOR_MAPS_OFFSET + len(launch._BACKWARD_TENSOR_MAPS) * tma.MAP_BYTES
+    room = launch.BWD_TENSOR_MAPS_OFFSET + len(launch._TENSOR_MAPS) * tma.MAP_BYTES
     assert launch.FWD_PARAMS.itemsize <= launch.TENSOR_MAPS_OFFSET
     assert launch.BWD_PARAMS.itemsize <= launch.BWD_TENSOR_MAPS_OFFSET
     for call in (prepared(problem(), ("out",)), prepared(backward(), GRADIENTS)):

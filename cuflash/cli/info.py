@@ -94,12 +94,12 @@ def _tiers(call: str, dtype: str, head_dim: int, device: config.Device) -> dict[
         head_dim_v=head_dim,
         backward=call == "backward",
     )
-    plain = dataclasses.replace(plain, alignment=16, out_alignment=16, tma=True, out_tma=True)
+    plain = dataclasses.replace(plain, alignment=16, out_alignment=16, tma=True)
     tiers = {}
     for feature, changes in FEATURES[call].items():
         if "alignment" in changes:
             itemsize = ITEMSIZE[dtype]
-            changes = {"alignment": itemsize, "out_alignment": itemsize, "tma": False, "out_tma": False}
+            changes = {"alignment": itemsize, "out_alignment": itemsize, "tma": False}
         tiers[feature] = _first_tier(dataclasses.replace(plain, **changes), device)
     return tiers
 

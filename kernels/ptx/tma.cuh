@@ -14,14 +14,6 @@ DEV void tma_prefetch(const TensorMap* map, int column, int row, int head, int b
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];"
                :: "l"(map), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
-// A tile from shared memory; what lies outside is left out. A thread's stores so far are a group, committed.
-DEV void tma_store(const TensorMap* map, u32 src, int column, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               :: "l"(map), "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
-}
-DEV void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Returns when all groups of this thread but the last kPending have read shared memory.
-template <int kPending> DEV void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory"); }
 DEV void tma_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
 
 DEV void mbarrier_init(u32 barrier, int arrivals) {
