@@ -25,10 +25,10 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
     return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic), "DQ_GROUP": DQ_GROUP}
 
 
-def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> tuple[int, str]:
+def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, all_if_deterministic: bool = True) -> tuple[int, str]:
     """How many (batch, key head) pairs run together; ``head_dim`` is that of dq_sum."""
     all_heads = max(1, problem.batch_axis * problem.heads_k)
-    if problem.deterministic:
+    if problem.deterministic and all_if_deterministic:
         return all_heads, (f"heads_in_group = {all_heads}  # all: the key tiles of a head wait for each other, those of others "
                            "go on")
     group, itemsize = problem.heads_q // problem.heads_k, ITEMSIZE[problem.dtype]
@@ -43,14 +43,13 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int) -> 
 
 class _Sm90Tile(NamedTuple):
     block_m: int
-    dq_later: bool          # half of dq of a tile leaves beside the next one
     k_panel: int            # columns of a panel of K: a warpgroup's half of dq begins with one
 
 
 _SM90_BLOCK_N = 128         # two warpgroups own 64 keys each
 _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
-_SM90_TILES = {64: _Sm90Tile(128, False, 64), 96: _Sm90Tile(64, True, 16), 128: _Sm90Tile(64, True, 64)}
+_SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
 _SM90_BLOCK_WORK = 88       # BlockWork of kernels/bwd_sm90.cu
 
 
@@ -80,18 +79,16 @@ def _sm90_smem(problem: BackwardProblem) -> int:
     head_dim, block_n, stages = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES
     block_m = _SM90_TILES[head_dim].block_m
     tiles = 2 * (2 * head_dim * (block_n + stages * block_m) + stages * block_m * block_n)
-    return round_up(tiles + 8 * stages * block_m + 4 * block_n + 8 * (1 + 4 * stages) + _SM90_BLOCK_WORK, 1024)
+    return round_up(tiles + 8 * stages * block_m + 4 * block_n + 8 * (1 + 6 * stages) + _SM90_BLOCK_WORK, 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
     tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
-    dq_later = tile.dq_later and not problem.deterministic
-    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    heads, heads_why = _heads_in_group(problem, device, head_dim, all_if_deterministic=False)
     constants = {
         **_shared_constants(problem),
-        "HEAD_DIM": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "DQ_LATER": int(dq_later),
-        "K_PANEL": tile.k_panel,
+        "HEAD_DIM": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "K_PANEL": tile.k_panel,
         "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
     }
     reasons = (
@@ -99,9 +96,6 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
         f"block_m = {tile.block_m}  # S and dP of a thread take {tile.block_m} registers more; dq is halved by " +
         ("rows" if tile.block_m == 128 else "columns"),
         f"stages = {stages}  # Q and dO of the next query tile are copied while this one is used",
-        f"dq_later = {int(dq_later)}  # " + ("half of dq of a tile leaves beside the next one" if dq_later else
-                                            "a turn ends with its tile" if problem.deterministic else
-                                            "no registers are left to keep dq of a tile for the next"),
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
         heads_why,

@@ -10,9 +10,11 @@
 // loads by TMA, two prepare what has landed, and one waits for turns:
 //   kv_ready:      loader -> preparers, K and V have landed       raw[s]:   loader -> preparers, Q and dO have landed
 //   ready[s]:      preparers -> all, so have the facts of rows    free[s]:  consumers -> loader, the stage has been used
-//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
-// In a tile the consumers meet once, when dS is written. Of the products dV, dQ and dK dQ is waited for first: it leaves for
-// dq_sum while dK is computed (kDqLater: half of it does, the rest beside dV of the next tile).
+//   ds_free[s]:    consumers -> consumers, both have computed their dQ of a tile
+//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh); turn_free[s]: back
+// The consumers take turns to start products and are half a tile apart: beside the exponentials of one run the products of the
+// other. dQ of a tile is computed one tile later, together with dV and dK of that: the other has written its dS by then. It
+// leaves for dq_sum while dV and dK are computed.
 // A tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
@@ -37,7 +39,6 @@ constexpr int kHeadDim = HEAD_DIM;              // of q and k and of v, padded w
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;                 // of Q and dO, and of dS
-constexpr bool kDqLater = DQ_LATER;
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dk and dv
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
 constexpr bool kDeterministic = DETERMINISTIC;
@@ -48,7 +49,6 @@ constexpr int kPreparers = 2;                   // warps
 constexpr int kOtherRegisters = 24, kConsumerRegisters = 240;   // all that a block has
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
-static_assert(!(kDqLater && kDeterministic), "a turn ends with its tile");
 
 // A consumer's half of dQ: 64 rows of 128, or half of the columns.
 constexpr bool kHalvesRows = kBlockM == 128;
@@ -84,7 +84,7 @@ struct alignas(1024) SharedStorage {
   u8 sDS[kStages][DsLayout::kBytes];
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
   float key_poison[kBlockN];                    // NaN for a key whose K held NaN or Inf
-  u64 kv_ready, raw[kStages], ready[kStages], free[kStages], turn_ready[kStages];
+  u64 kv_ready, raw[kStages], ready[kStages], free[kStages], ds_free[kStages], turn_ready[kStages], turn_free[kStages];
   volatile BlockWork work;
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -92,14 +92,16 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on share
 struct TmaParams : BwdParams { TensorMap q_map, k_map, v_map, dout_map; };
 static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == BWD_TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
 
-// A query tile of a query head of the group.
+// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with the
+// same one, and in step find it in the L2 cache, or, DETERMINISTIC, take their turns soon.
 struct Visit {
   int head, tile;
-  DEV void advance(const SharedStorage& s) {
-    if (++tile == uniform(s.work.end)) tile = uniform(s.work.begin), head++;
+  DEV void advance(int begin, int end) {
+    if (tile-- == begin) tile = end - 1, head++;
   }
+  DEV void advance(const SharedStorage& s) { advance(uniform(s.work.begin), uniform(s.work.end)); }
 };
-DEV Visit first_visit(const SharedStorage& s) { return {0, uniform(s.work.begin)}; }
+DEV Visit first_visit(const SharedStorage& s) { return {0, uniform(s.work.end) - 1}; }
 // Whether some pairs of it do not see each other, or its keys are poisoned.
 DEV bool is_partial(const SharedStorage& s, const Visit& v) {
   return (v.tile < s.work.full_begin) | (v.tile >= s.work.full_end) | (kHasMask && s.work.keys_are_poisoned);
@@ -203,7 +205,7 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p, int visits) {
   load_facts();
   mbarrier_wait(shared_address(&s.kv_ready), 0);
   if (kVarlen) clear_rows<KLayout>(shared_address(s.sK), s.work.seqlen_k - s.work.first_key);
-  if (kHasMask && (is_partial(s, visit) || is_partial(s, {0, s.work.end - 1}))) separate_nonfinite_keys(s);
+  if (kHasMask && (is_partial(s, visit) || is_partial(s, {0, s.work.begin}))) separate_nonfinite_keys(s);
   if (kVarlen || kHasMask) {
     fence_async_proxy();
     sync_preparers();
@@ -242,15 +244,15 @@ DEV void await_turns(SharedStorage& s, const BwdParams& p, int visits) {
   const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
   const int key_tile = s.work.first_key / kBlockN;
   Visit visit = first_visit(s);
-  Ring<kStages> at;
+  Ring<kStages> turn;
   #pragma unroll 1
-  for (int i = 0; i < visits; i++, visit.advance(s), at.next()) {
+  for (int i = 0; i < visits; i++, visit.advance(s), turn.next()) {
     const int first_row = visit.tile * kBlockM;
-    const int turn = key_tile - KeyTiles::of<kBlockN>(mask, first_row, min(first_row + kBlockM, mask.seqlen_q)).begin;
-    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);                // two tiles ago is over
+    const int mine = key_tile - KeyTiles::of<kBlockN>(mask, first_row, min(first_row + kBlockM, mask.seqlen_q)).begin;
+    mbarrier_wait(shared_address(&s.turn_free[turn.stage]), turn.phase ^ 1);
     if (thread_index() % 32 == 0) {
-      wait_for_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile, kConsumers * turn);
-      mbarrier_arrive(shared_address(&s.turn_ready[at.stage]));
+      wait_for_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile, kConsumers * mine);
+      mbarrier_arrive(shared_address(&s.turn_ready[turn.stage]));
     }
     __syncwarp();
   }
@@ -371,12 +373,12 @@ DEV float* dq_of(const SharedStorage& s, const BwdParams& p, const Visit& v, int
   const i64 head_group = v.head * num_dq_groups(p) + min(group, (s.work.seqlen_q - 1) / kDqGroup);
   return s.work.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
 }
-// Units of 16 rows by 8 columns, from `first` on.
-template <int kSize> DEV void add_dq(float* dst, const float (&rDQ)[kSize], int first, int end) {
+// Units of 16 rows by 8 columns.
+DEV void add_dq(float* dst, const DqPart& rDQ, bool adds) {
   #pragma unroll
-  for (int n = first; n < end; n++) {
-    const float unit[4] = {rDQ[4 * (n - first)], rDQ[4 * (n - first) + 1], rDQ[4 * (n - first) + 2], rDQ[4 * (n - first) + 3]};
-    red_add(dst + n * 128, unit);
+  for (int n = 0; n < kDqCols / 8; n++) {
+    const float unit[4] = {rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]};
+    red_add_if(adds, dst + n * 128, unit);
   }
 }
 
@@ -413,63 +415,111 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer, int v
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
   const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
   const bool speaks = thread_index() % 128 == 0;
-  constexpr int kUnits = kDqCols / 8, kUnitsLater = kDqLater ? kUnits / 2 : 0, kUnitsNow = kUnits - kUnitsLater;
 
   Gradient rDK, rDV;
   #pragma unroll
   for (int i = 0; i < kHeadDim / 2; i++) rDK[i] = rDV[i] = 0.f;
-  float rLater[kDqLater ? kUnitsLater * 4 : 1] = {};            // dQ of the last tile that has not left
-  Visit visit = first_visit(s), last = visit;   // at first zeros are added: a branch beside products costs a wait
+  Scores rS, rDP;
+  Weights rP, rDS;
+  DqPart rDQ;
+  Visit visit = first_visit(s), last = visit;   // the tile at hand, and the one before, whose dQ is not computed yet
+  const int begin = uniform(s.work.begin), end = uniform(s.work.end);
+  const int full_begin = uniform(s.work.full_begin), full_end = uniform(s.work.full_end);
+  bool are_poisoned = false, has_last = false;
   Ring<kStages> at;
-  #pragma unroll 1
-  for (int i = 0; i < visits; i++) {
-    const u32 tile_bytes = at.stage * QLayout::kBytes, ds_bytes = at.stage * DsLayout::kBytes;
-    Scores rS, rDP;
-    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
-    const bool partial = is_partial(s, visit);
-    multiply_scores<KLayout>(rS, k, descriptor_step(q, tile_bytes));
-    multiply_scores<VLayout>(rDP, v, descriptor_step(dout, tile_bytes));
+  Ring<kStages> turn;                           // of the tile before
+  u32 ds_used = 0;                              // bit s: parity of how many dQ have been computed of stage s of dS
+
+  const auto my_turn = [&] { barrier_sync(5 + consumer, kConsumers * 128); };
+  const auto your_turn = [&] { barrier_arrive(6 - consumer, kConsumers * 128); };
+  // Descriptors that do not change depend on the stage too, by nothing: computed before the loop they would not all find uniform
+  // registers.
+  const auto fixed = [&](u64 descriptor) { return descriptor_step(descriptor, at.stage / kStages * 16); };
+  const auto start_scores = [&] {
+    multiply_scores<KLayout>(rS, fixed(k), descriptor_step(q, at.stage * QLayout::kBytes));
+    multiply_scores<VLayout>(rDP, fixed(v), descriptor_step(dout, at.stage * QLayout::kBytes));
+  };
+  // P and dS in registers, dS in shared memory too.
+  const auto finish_scores = [&] {
     wgmma_wait<1>();
     wgmma_pin(rS);
     if (!HeadScore::kHasSlope) exponentiate(rS, score, s.lse[at.stage]);
     wgmma_wait<0>();
     wgmma_pin(rDP);
     softmax_gradient(rS, rDP, score, s.lse[at.stage], s.delta[at.stage]);
-    if (partial) apply_mask(rS, rDP, s, p, warp_key, visit.tile * kBlockM);
-    Weights rP, rDS;
+    if ((visit.tile < full_begin) | (visit.tile >= full_end) | are_poisoned)
+      apply_mask(rS, rDP, s, p, warp_key, visit.tile * kBlockM);
     pack(rP, rS);
     pack(rDS, rDP);
+    mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
     store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
     fence_async_proxy();
-    accumulate(rDV, rP, descriptor_step(dout, tile_bytes));
-    if (kDqLater) add_dq(dq_of(s, p, last, consumer), rLater, kUnitsNow, kUnits);
-    sync_consumers();                           // dS is written
-    DqPart rDQ;
-    multiply_dq(rDQ, descriptor_step(ds, ds_bytes), k_columns);
-    accumulate(rDK, rDS, descriptor_step(q, tile_bytes));
-    wgmma_wait<1>();
+  };
+  // dQ of the tile before (at first of what lies there), dV and dK of this one.
+  const auto start_gradients = [&] {
+    ds_used ^= 1 << (at.stage ^ 1);
+    multiply_dq(rDQ, descriptor_step(ds, (at.stage ^ 1) * DsLayout::kBytes), fixed(k_columns));
+    accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
+    accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
+  };
+  const auto finish_dq = [&](u32 stage) {
     wgmma_pin(rDQ);
-    if (kDeterministic) mbarrier_wait(shared_address(&s.turn_ready[at.stage]), at.phase);
-    add_dq(dq_of(s, p, visit, consumer), rDQ, 0, kUnitsNow);
+    if (speaks) mbarrier_arrive(shared_address(&s.ds_free[stage]));
+    // Without a branch: at first what is over is waited for once more.
+    if (kDeterministic)
+      mbarrier_wait(shared_address(has_last ? &s.turn_ready[turn.stage] : &s.ready[at.stage]), has_last ? turn.phase : at.phase);
+    add_dq(dq_of(s, p, last, consumer), rDQ, has_last);
     if (kDeterministic) {
       sync_consumer();
-      if (speaks) pass_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile);
-    }
-    wgmma_wait<0>();
-    wgmma_pin(rDK);
-    wgmma_pin(rDV);
-    if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
-    if (kDqLater) {
-      // The compiler lets go of the registers of a product only through arithmetic.
-      const float one = __uint_as_float(opaque(0x3f800000));
-      #pragma unroll
-      for (int i = 0; i < kUnitsLater * 4; i++) rLater[i] = rDQ[kUnitsNow * 4 + i] * one;
+      if (speaks & has_last) {
+        pass_turn(s.work.turns + last.head * p.num_query_tiles + last.tile);
+        mbarrier_arrive(shared_address(&s.turn_free[turn.stage]));
+      }
+      if (has_last) turn.next();
     }
     last = visit;
-    visit.advance(s);
-    at.next();
+    has_last = true;
+  };
+  const auto finish_gradients = [&] {
+    wgmma_wait<0>();
+    wgmma_pin(rDV);
+    wgmma_pin(rDK);
+    if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
+  };
+
+  if (consumer == 0) barrier_arrive(5, kConsumers * 128);
+  if (visits > 0) {
+    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+    are_poisoned = kHasMask && s.work.keys_are_poisoned;
+    my_turn();
+    start_scores();
+    your_turn();
+    finish_scores();
+    #pragma unroll 1
+    for (int i = 1; i < visits; i++) {
+      my_turn();
+      start_gradients();
+      your_turn();
+      wgmma_wait<2>();
+      finish_dq(at.stage ^ 1);
+      finish_gradients();
+      visit.advance(begin, end);
+      at.next();
+      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+      start_scores();
+      finish_scores();
+    }
+    my_turn();
+    start_gradients();
+    your_turn();
+    wgmma_wait<2>();
+    finish_dq(at.stage ^ 1);
+    finish_gradients();
+    sync_consumers();                           // dS of the last tile is written
+    multiply_dq(rDQ, descriptor_step(ds, at.stage * DsLayout::kBytes), k_columns);
+    wgmma_wait<0>();
+    finish_dq(at.stage);
   }
-  if (kDqLater && visits > 0) add_dq(dq_of(s, p, last, consumer), rLater, kUnitsNow, kUnits);
 
   sync_consumers();                             // all have read K
   stage_gradient(shared_address(s.sK), rDK, warp_key, (float)p.softmax_scale);
@@ -497,7 +547,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.raw[i]), 1);
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.free[i]), kConsumers);
+      mbarrier_init(shared_address(&s.ds_free[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_ready[i]), 1);
+      mbarrier_init(shared_address(&s.turn_free[i]), kConsumers);
     }
     mbarrier_init_fence();
   }

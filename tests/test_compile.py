@@ -389,7 +389,7 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
 
 
 def test_the_variants_meet_every_tile_of_the_hopper_backward():
-    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "STAGES", "DQ_LATER", "K_PANEL", "DETERMINISTIC", "MASK_RIGHT")
+    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "STAGES", "K_PANEL", "DETERMINISTIC", "MASK_RIGHT")
 
     def tile(constants):
         return tuple(dict(constants)[name] for name in names)
