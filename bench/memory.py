@@ -48,7 +48,7 @@ def expected_bytes(case: Case, return_lse: bool) -> int:
 
 def expected_backward_bytes(case: Case, block_m: int | None) -> int:
     """What a backward of cuflash may take by its docstring: dq, dk and dv, and as scratch the sum of dq, two numbers for
-    each row, and if it is deterministic, with query tiles of ``block_m``, whose turn it is at each of them.
+    each row, a counter, and if it is deterministic, with query tiles of ``block_m``, whose turn it is at each of them.
     """
     heads = case.batch * case.heads_q
     gradients = sum(_units(math.prod(shape), ITEMSIZE[case.dtype]) for shape in case.shapes)
@@ -57,9 +57,8 @@ def expected_backward_bytes(case: Case, block_m: int | None) -> int:
     padded_seqlen_q = -(-case.seqlen_q // 16) * 16
     scratch = (_units(heads * padded_seqlen_q * padded_head_dim, _sum_size(case))
                + _units(2 * heads * case.seqlen_q, _sum_size(case)))
-    if block_m is not None:
-        scratch += _units(1 + heads * -(-case.seqlen_q // block_m), 4)
-    return gradients + scratch
+    turns = 0 if block_m is None else heads * -(-case.seqlen_q // block_m)
+    return gradients + scratch + _units(1 + turns, 4)
 
 
 def _sum_size(case: Case) -> int:

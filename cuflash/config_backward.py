@@ -25,10 +25,10 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
     return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic), "DQ_GROUP": DQ_GROUP}
 
 
-def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, all_if_deterministic: bool = True) -> tuple[int, str]:
-    """How many (batch, key head) pairs run together; ``head_dim`` is that of dq_sum."""
+def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: bool) -> tuple[int, str]:
+    """How many (batch, key head) pairs run together; ``head_dim`` is that of dq_sum. ``few``: also where key tiles wait."""
     all_heads = max(1, problem.batch_axis * problem.heads_k)
-    if problem.deterministic and all_if_deterministic:
+    if problem.deterministic and not few:
         return all_heads, (f"heads_in_group = {all_heads}  # all: the key tiles of a head wait for each other, those of others "
                            "go on")
     group, itemsize = problem.heads_q // problem.heads_k, ITEMSIZE[problem.dtype]
@@ -50,7 +50,8 @@ _SM90_BLOCK_N = 128         # two warpgroups own 64 keys each
 _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
-_SM90_BLOCK_WORK = 88       # BlockWork of kernels/bwd_sm90.cu
+_SM90_SLOTS = 2             # of tiles of the launch
+_SM90_LISTED = 96           # Tile of kernels/bwd_sm90.cu
 
 
 def _sm90_head_dim(problem: BackwardProblem) -> int | None:
@@ -75,32 +76,36 @@ def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
 
 def _sm90_smem(problem: BackwardProblem) -> int:
     """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; lse and delta of rows; whether keys are finite;
-    barriers."""
-    head_dim, block_n, stages = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES
+    barriers; tiles of the launch."""
+    head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
     block_m = _SM90_TILES[head_dim].block_m
-    tiles = 2 * (2 * head_dim * (block_n + stages * block_m) + stages * block_m * block_n)
-    return round_up(tiles + 8 * stages * block_m + 4 * block_n + 8 * (1 + 6 * stages) + _SM90_BLOCK_WORK, 1024)
+    arrays = 2 * (2 * head_dim * (slots * block_n + stages * block_m) + stages * block_m * block_n)
+    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 5 * stages), 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
     tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
-    heads, heads_why = _heads_in_group(problem, device, head_dim, all_if_deterministic=False)
+    heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
     constants = {
         **_shared_constants(problem),
-        "HEAD_DIM": head_dim, "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "K_PANEL": tile.k_panel,
+        "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),
+        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "K_PANEL": tile.k_panel,
         "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
     }
     reasons = (
         f"block_n = {block_n}  # two warpgroups own 64 keys each: a thread keeps {head_dim} numbers of dk and dv in registers",
         f"block_m = {tile.block_m}  # S and dP of a thread take {tile.block_m} registers more; dq is halved by " +
         ("rows" if tile.block_m == 128 else "columns"),
-        f"stages = {stages}  # Q and dO of the next query tile are copied while this one is used",
+        f"stages = {stages}  # the next query tile is copied while this one is used, as is the next key tile",
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
+        f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one key tile after the other, the next "
+        "one by a counter",
         heads_why,
     )
-    return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused)
+    return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused,
+                  max_blocks=device.num_sms, counts_tiles=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- sm80
@@ -147,7 +152,7 @@ def _sm80_tile(problem: BackwardProblem, device: Device):
 def _sm80(problem: BackwardProblem, device: Device, refused) -> Config:
     (block_m, block_n, warps, group, stages, ds_stages, blocks, head_dim, head_dim_v, smem,
      why) = _sm80_tile(problem, device)
-    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    heads, heads_why = _heads_in_group(problem, device, head_dim, few=False)
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
@@ -233,7 +238,7 @@ def _simt(problem: BackwardProblem, device: Device, refused) -> Config:
     words, head_dim, head_dim_v = _simt_sizes(problem)
     tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
     threads = tile.warps * 32
-    heads, heads_why = _heads_in_group(problem, device, head_dim)
+    heads, heads_why = _heads_in_group(problem, device, head_dim, few=False)
     vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
     out_vec = min(vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim, problem.head_dim_v),
                   4 // words * ITEMSIZE[problem.dtype])
@@ -269,7 +274,8 @@ def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
     delta_vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim_v)
     # As many lanes take a row, up to a warp, as it has parts of 16 bytes.
     lanes = min(32, 1 << (-(-problem.head_dim_v * ITEMSIZE[problem.dtype] // 16) - 1).bit_length())
-    delta = {**shared, "DETERMINISTIC": constants["DETERMINISTIC"], "VEC_BYTES": delta_vec, "LANES": lanes}
+    delta = {**shared, "DETERMINISTIC": constants["DETERMINISTIC"], "COUNTS_TILES": int(config.counts_tiles),
+             "VEC_BYTES": delta_vec, "LANES": lanes}
     return (
         Kernel("bwd_delta", tuple(sorted(delta.items())), threads, 0),
         config,

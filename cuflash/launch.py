@@ -106,7 +106,7 @@ def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
     for kernel in kernels_of(problem, config):
         if kernel.kernel == "bwd_delta":
             blocks = _blocks_of_rows(problem, kernel)
-            if problem.deterministic:
+            if problem.deterministic or config.counts_tiles:
                 blocks = max(1, blocks)         # it also sets the turns to 0, even those of no row
         elif kernel.kernel == "bwd_cast":
             warps = problem.batch_axis * problem.heads_q * num_dq_groups(problem) * (dict(kernel.constants)["HEAD_DIM"] // 32)
@@ -134,14 +134,15 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
     if problem.varlen:
         levels = max(problem.seqlen_q, problem.seqlen_k) // tiled(problem, config)[1] + 2
         sizes["tiles"] = 4 * (LIST_HEADER + LISTED_WORDS * num_tiles(problem, config) + levels)
-    elif config.counts_tiles:
+    elif config.counts_tiles and not isinstance(problem, BackwardProblem):
         sizes["tiles"] = 4 * LIST_HEADER
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q
         sizes["dq_sum"] = dict(config.constants)["HEAD_DIM"] * real * heads * DQ_GROUP * num_dq_groups(problem)
-        if problem.deterministic:
-            sizes["turns"] = 4 * (1 + problem.batch_axis * problem.heads_q * num_query_tiles(problem, config))
+        if problem.deterministic or config.counts_tiles:
+            turns = problem.batch_axis * problem.heads_q * num_query_tiles(problem, config) if problem.deterministic else 0
+            sizes["turns"] = 4 * (1 + turns)
     return sizes
 
 

@@ -22,8 +22,8 @@ struct alignas(VEC_BYTES) Elements { Element x[kLoad]; };
 struct alignas(16) Zeros { R x[kZeros]; };
 
 extern "C" __global__ void __launch_bounds__(kThreads) bwd_delta(const BwdParams p) {
-  if (DETERMINISTIC) {
-    const u32 count = 1 + (kVarlen ? 1 : p.batch) * p.heads_q * p.num_query_tiles;
+  if (DETERMINISTIC || COUNTS_TILES) {
+    const u32 count = 1 + (DETERMINISTIC ? (kVarlen ? 1 : p.batch) * p.heads_q * p.num_query_tiles : 0);
     for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.turns[i] = 0;
   }
   const i64 sums = (kVarlen ? 1 : p.batch) * p.heads_q * num_dq_groups(p) * (kDqGroup * kHeadDim / kZeros);

@@ -2,20 +2,23 @@
 //
 //   q, dout [batch, seqlen_q, heads_q, ..], k, v [batch, seqlen_k, heads_k, ..], rows (bwd_delta)  ->  dk, dv; adds to dq_sum
 //
-// The algorithm of bwd_sm80: a block computes dK and dV of 128 keys of one key head, in registers, over all query heads of the
-// group and all their query tiles that see the keys. Of a tile of kBlockM queries:
+// The algorithm of bwd_sm80: of a tile, 128 keys of one key head, dK and dV are summed in registers over all query heads of the
+// group and all their query tiles that see the keys. A block stays on its multiprocessor and computes one tile after the other.
+// Of a query tile, of kBlockM queries:
 //   S^T = K Q^T, dP^T = V dO^T;  P = exp2(S - lse), dS = P * (dP - delta);  dV += P^T dO, dK += dS^T Q;  dQ = dS K
 // Two consumers, warpgroups, own 64 keys each: as accumulators P^T and dS^T then are the A operands of dV and dK. Of dQ each has
 // a half, rows or columns, over all 128 keys: what the other computed of dS it reads from shared memory. Of warpgroup 0 one warp
-// loads by TMA, two prepare what has landed, and one waits for turns:
-//   kv_ready:      loader -> preparers, K and V have landed       raw[s]:   loader -> preparers, Q and dO have landed
-//   ready[s]:      preparers -> all, so have the facts of rows    free[s]:  consumers -> loader, the stage has been used
-//   ds_free[s]:    consumers -> consumers, both have computed their dQ of a tile
-//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh); turn_free[s]: back
-// The consumers take turns to start products and are half a tile apart: beside the exponentials of one run the products of the
-// other. dQ of a tile is computed one tile later, together with dV and dK of that: the other has written its dS by then. It
-// leaves for dq_sum while dV and dK are computed.
-// A tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
+// plans tiles and loads their K and V, one loads Q and dO, and two prepare what has landed. A tile lies in slot i, a query tile
+// in stage s:
+//   work_ready[i]: planner -> all, which tile is next             work_free[i]: all -> planner, they have done with it, K and V
+//   kv_ready[i]:   planner -> preparers, K and V have landed      raw[s]:       loader -> preparers, Q and dO have landed
+//   ready[s]:      preparers -> all, so have the facts of rows    free[s]:      consumers -> loader, the stage has been used
+//   ds_free[s]:    consumers -> consumers, both have computed their dQ of a query tile
+//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
+// The consumers take turns to start products and are half a query tile apart: beside the exponentials of one run the products of
+// the other. dQ of a query tile is computed one later, together with dV and dK of that: the other has written its dS by then. It
+// leaves for dq_sum while dV and dK are computed. What was tried: docs/bwd_sm90.md.
+// A query tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
 #include "attn/params.cuh"
@@ -39,6 +42,7 @@ constexpr int kHeadDim = HEAD_DIM;              // of q and k and of v, padded w
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;                 // of Q and dO, and of dS
+constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dk and dv
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
 constexpr bool kDeterministic = DETERMINISTIC;
@@ -46,6 +50,7 @@ constexpr bool kDeterministic = DETERMINISTIC;
 constexpr int kConsumers = 2;                   // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPreparers = 2;                   // warps
+constexpr int kSlots = 2;                       // of tiles and their K and V: one that is computed, the next
 constexpr int kOtherRegisters = 24, kConsumerRegisters = 240;   // all that a block has
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
@@ -63,29 +68,34 @@ using DsLayout = PanelLayout<kBlockM, kBlockN>;                 // a row is a qu
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, float>;
 
-// What all threads of a block know alike; read where it is used (hence volatile), as the main loop needs every register.
-struct BlockWork {
+// A tile of the launch, as the planner tells it to the others; read where it is used (hence volatile), as the main loop needs
+// every register.
+struct Tile {
   const RowFacts<float>* gRows;                 // of row 0 of the first query head of the group
   float* gDqSum;
   int* turns;                                   // DETERMINISTIC: of query tile 0 of that head
-  int batch, head_k, first_key;
+  Element* gDK;                                 // of its first key
+  Element* gDV;
+  int first_head, first_key;                    // of the group; of the tile
+  int rows;                                     // of dK and dV, to write
   int seqlen_q, seqlen_k;
-  int row_q, row_k, batch_axis;                 // for TMA: row 0, the first key, the last coordinate
+  int row_q, batch_axis;                        // for TMA: row 0, the last coordinate
   int begin, end, full_begin, full_end;         // QueryTiles
-  int visits;                                   // query tiles of all heads
+  int visits;                                   // query tiles of all heads; < 0: there are no more tiles
   int keys_are_poisoned;
 };
 
 struct alignas(1024) SharedStorage {
-  u8 sK[KLayout::kBytes];                       // at the end dK
-  u8 sV[VLayout::kBytes];                       // at the end dV
+  u8 sK[kSlots][KLayout::kBytes];
+  u8 sV[kSlots][VLayout::kBytes];
   u8 sQ[kStages][QLayout::kBytes];
   u8 sDO[kStages][QLayout::kBytes];
   u8 sDS[kStages][DsLayout::kBytes];
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
-  float key_poison[kBlockN];                    // NaN for a key whose K held NaN or Inf
-  u64 kv_ready, raw[kStages], ready[kStages], free[kStages], ds_free[kStages], turn_ready[kStages], turn_free[kStages];
-  volatile BlockWork work;
+  float key_poison[kSlots][kBlockN];            // NaN for a key whose K held NaN or Inf; only if some query tile is partial
+  u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kStages];
+  u64 turn_ready[kStages];
+  volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -99,64 +109,115 @@ struct Visit {
   DEV void advance(int begin, int end) {
     if (tile-- == begin) tile = end - 1, head++;
   }
-  DEV void advance(const SharedStorage& s) { advance(uniform(s.work.begin), uniform(s.work.end)); }
+  DEV void advance(const volatile Tile& t) { advance(uniform(t.begin), uniform(t.end)); }
 };
-DEV Visit first_visit(const SharedStorage& s) { return {0, uniform(s.work.end) - 1}; }
+DEV Visit first_visit(const volatile Tile& t) { return {0, uniform(t.end) - 1}; }
 // Whether some pairs of it do not see each other, or its keys are poisoned.
-DEV bool is_partial(const SharedStorage& s, const Visit& v) {
-  return (v.tile < s.work.full_begin) | (v.tile >= s.work.full_end) | (kHasMask && s.work.keys_are_poisoned);
+DEV bool is_partial(const volatile Tile& t, const Visit& v) {
+  return (v.tile < t.full_begin) | (v.tile >= t.full_end) | (kHasMask && t.keys_are_poisoned);
 }
 
-// Works out what the block computes: one warp.
-DEV void describe_work(SharedStorage& s, const BwdParams& p) {
-  const bool acts = thread_index() == 0;
-  const u32 idx = kDeterministic ? uniform(acts ? take_ticket(p) : 0) : blockIdx.x;
-  const Work work = work_of_block<kKeySide>(idx, p);
-  const Sequence seq(p, work);
-  const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
-  const int first_key = work.tile * kBlockN, heads = p.heads_q / p.heads_k, head = work.head * heads;
-  const QueryTiles tiles = QueryTiles::of<kBlockM, kBlockN>(mask, first_key, min(first_key + kBlockN, seq.seqlen_k));
-  if (!acts) return;
-  s.work.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
-  s.work.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, head) * (kDqGroup * kHeadDim);
-  if (kDeterministic) s.work.turns = turn_of(p, seq, work.batch, head, 0, kBlockM);
-  s.work.batch = work.batch;
-  s.work.head_k = work.head;
-  s.work.first_key = first_key;
-  s.work.seqlen_q = seq.seqlen_q;
-  s.work.seqlen_k = seq.seqlen_k;
-  s.work.row_q = seq.first_q;
-  s.work.row_k = seq.first_k + first_key;
-  s.work.batch_axis = seq.batch;
-  s.work.begin = tiles.begin;
-  s.work.end = tiles.end;
-  s.work.full_begin = tiles.full_begin;
-  s.work.full_end = tiles.full_end;
-  s.work.visits = (tiles.end - tiles.begin) * heads;
-  s.work.keys_are_poisoned = 0;
+// How many tiles there are.
+DEV u32 num_work(const BwdParams& p) {
+  return kVarlen ? p.tiles[0] * p.heads_k : (u32)p.num_tiles * p.batch * p.heads_k;
 }
 
-// The loader, one warp, of which one thread acts.
-DEV void load_tiles(SharedStorage& s, const TmaParams& p, int visits) {
-  const bool acts = thread_index() == 0;
-  const int first_head = s.work.head_k * (p.heads_q / p.heads_k), row_q = s.work.row_q, batch = s.work.batch_axis;
-  if (acts) {
-    const u32 kv_ready = shared_address(&s.kv_ready);
-    mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
-    load_tile<KLayout>(shared_address(s.sK), &p.k_map, kv_ready, s.work.row_k, s.work.head_k, batch);
-    load_tile<VLayout>(shared_address(s.sV), &p.v_map, kv_ready, s.work.row_k, s.work.head_k, batch);
+// The planner, one warp, of which one thread acts: works out the tiles of this block one ahead and loads their K and V. A tile
+// that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks that run have taken: the least that is not
+// finished waits for none, and its block, which computes its tiles in their order, is at it.
+DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
+  const bool acts = thread_index() % 32 == 0;
+  Ring<kSlots> slot;
+  bool is_there = true, takes = kDeterministic;
+  #pragma unroll 1
+  for (; is_there; slot.next(), takes = true) {
+    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
+    if (acts && takes) next = (kDeterministic ? 0 : gridDim.x) + take_ticket(p);
+    const u32 idx = uniform(next);
+    is_there = idx < num_work(p);
+    Work work = {0, 0, -1, {}, {}};
+    if (is_there) work = work_of_block<kKeySide>(idx, p);
+    const Sequence seq(p, work);
+    const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
+    const int first_key = work.tile * kBlockN, heads = p.heads_q / p.heads_k, head = work.head * heads;
+    const QueryTiles tiles = QueryTiles::of<kBlockM, kBlockN>(mask, first_key, min(first_key + kBlockN, seq.seqlen_k));
+    volatile Tile& t = s.work[slot.stage];
+    if (acts) {
+      const u32 kv_ready = shared_address(&s.kv_ready[slot.stage]);
+      const int visits = is_there ? (tiles.end - tiles.begin) * heads : -1;
+      if (visits > 0) {
+        const int row_k = seq.first_k + first_key;
+        mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
+        load_tile<KLayout>(shared_address(s.sK[slot.stage]), &p.k_map, kv_ready, row_k, work.head, seq.batch);
+        load_tile<VLayout>(shared_address(s.sV[slot.stage]), &p.v_map, kv_ready, row_k, work.head, seq.batch);
+      } else {
+        mbarrier_arrive(kv_ready);
+      }
+      t.visits = visits;
+      t.begin = tiles.begin;
+      t.end = tiles.end;
+      t.full_begin = tiles.full_begin;
+      t.full_end = tiles.full_end;
+      t.keys_are_poisoned = 0;
+      t.first_head = head;
+      t.first_key = first_key;
+      t.rows = seq.rows_k - first_key;
+      t.seqlen_q = seq.seqlen_q;
+      t.seqlen_k = seq.seqlen_k;
+      t.row_q = seq.first_q;
+      t.batch_axis = seq.batch;
+      t.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
+      t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, head) * (kDqGroup * kHeadDim);
+      if (kDeterministic) t.turns = turn_of(p, seq, work.batch, head, 0, kBlockM);
+      t.gDK = seq.key_rows((Element*)p.dk, p.dk_strides, work.head) + first_key * p.dk_strides.row;
+      t.gDV = seq.key_rows((Element*)p.dv, p.dv_strides, work.head) + first_key * p.dv_strides.row;
+      mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+    }
+    __syncwarp();
   }
-  Visit visit = first_visit(s);
+}
+
+// DETERMINISTIC: waits until the key tiles before this one have added their dQ. A counter counts the consumers that have.
+DEV void await_turn(const volatile Tile& t, const BwdParams& p, const Visit& v) {
+  const int first = HeadMask(p, t.seqlen_q, t.seqlen_k).key_begin(v.tile * kBlockM) / kBlockN;  // KeyTiles' begin
+  wait_for_turn(t.turns + v.head * p.num_query_tiles + v.tile, kConsumers * (t.first_key / kBlockN - first));
+}
+
+// The loader, one warp, of which one thread acts. It waits for turns too, each after the next query tile has been loaded, for
+// which the consumers have used the turn of two before.
+DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
+  const bool acts = thread_index() % 32 == 0;
+  Ring<kSlots> slot;
   Ring<kStages> at;
   #pragma unroll 1
-  for (int i = 0; i < visits; i++, visit.advance(s), at.next()) {
-    mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
-    if (!acts) continue;
-    const int row = row_q + visit.tile * kBlockM, head = first_head + visit.head;
-    const u32 raw = shared_address(&s.raw[at.stage]);
-    mbarrier_expect(raw, 2 * QLayout::kBytes);
-    load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
-    load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
+  for (;; slot.next()) {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const volatile Tile& t = s.work[slot.stage];
+    const int visits = uniform(t.visits);
+    if (visits < 0) return;
+    Visit visit = first_visit(t), last = visit;
+    #pragma unroll 1
+    for (int i = 0; i < visits + kDeterministic; i++) {
+      mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
+      if (i < visits && acts) {
+        const int row = t.row_q + visit.tile * kBlockM, head = t.first_head + visit.head, batch = t.batch_axis;
+        const u32 raw = shared_address(&s.raw[at.stage]);
+        mbarrier_expect(raw, 2 * QLayout::kBytes);
+        load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
+        load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
+      }
+      if (kDeterministic && i > 0 && acts) {
+        await_turn(t, p, last);
+        mbarrier_arrive(shared_address(&s.turn_ready[at.stage ^ 1]));
+      }
+      if (i == visits) break;
+      last = visit;
+      visit.advance(t);
+      at.next();
+    }
+    __syncwarp();
+    if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
   }
 }
 
@@ -179,82 +240,77 @@ DEV void separate_nonfinite_queries(SharedStorage& s, u32 stage) {
   clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sQ[stage]), preparer(), poison);
   clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sDO[stage]), preparer(), poison);
 }
-DEV void separate_nonfinite_keys(SharedStorage& s) {
-  clear_nonfinite<Element, KLayout, kBlockN, kPreparing>(shared_address(s.sK), preparer(), [&](int row) {
-    s.key_poison[row] = __int_as_float(0x7fffffff);
-    s.work.keys_are_poisoned = 1;
+DEV void separate_nonfinite_keys(SharedStorage& s, u32 slot) {
+  #pragma unroll
+  for (int row = preparer(); row < kBlockN; row += kPreparing) s.key_poison[slot][row] = 0.f;
+  sync_preparers();
+  clear_nonfinite<Element, KLayout, kBlockN, kPreparing>(shared_address(s.sK[slot]), preparer(), [&](int row) {
+    s.key_poison[slot][row] = __int_as_float(0x7fffffff);
+    s.work[slot].keys_are_poisoned = 1;
   });
 }
 
 // The preparers: facts of rows, and what must not be in the tiles.
-DEV void prepare_tiles(SharedStorage& s, const BwdParams& p, int visits) {
+DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
   const bool speaks = thread_index() % 32 == 0;
   constexpr int kRows = kBlockM / kPreparing;   // of a thread
-  Visit visit = first_visit(s);
-  RowFacts<float> facts[kRows];
-  // Asked for before the tile has landed.
-  const auto load_facts = [&] {
-    const int first_row = visit.tile * kBlockM, seqlen_q = s.work.seqlen_q;
-    const RowFacts<float>* gRows = s.work.gRows + (i64)visit.head * p.seqlen_q;
-    #pragma unroll
-    for (int j = 0; j < kRows; j++) {
-      const int row = first_row + j * kPreparing + preparer();
-      facts[j] = row < seqlen_q ? gRows[row] : RowFacts<float>{infinity(0.f), 0.f};
-    }
-  };
-  load_facts();
-  mbarrier_wait(shared_address(&s.kv_ready), 0);
-  if (kVarlen) clear_rows<KLayout>(shared_address(s.sK), s.work.seqlen_k - s.work.first_key);
-  if (kHasMask && (is_partial(s, visit) || is_partial(s, {0, s.work.begin}))) separate_nonfinite_keys(s);
-  if (kVarlen || kHasMask) {
-    fence_async_proxy();
-    sync_preparers();
-  }
+  Ring<kSlots> slot;
   Ring<kStages> at;
   #pragma unroll 1
-  for (int i = 0; i < visits; i++, at.next()) {
-    const int rows = s.work.seqlen_q - visit.tile * kBlockM;
-    const bool separates = kHasMask && is_partial(s, visit), clears = kVarlen && rows < kBlockM;
-    mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
-    #pragma unroll
-    for (int j = 0; j < kRows; j++) {
-      const int row = j * kPreparing + preparer();
-      s.lse[at.stage][row] = facts[j].lse_log2;
-      s.delta[at.stage][row] = facts[j].delta;
+  for (;; slot.next()) {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const volatile Tile& t = s.work[slot.stage];
+    const int visits = uniform(t.visits);
+    if (visits < 0) return;
+    Visit visit = first_visit(t);
+    RowFacts<float> facts[kRows];
+    // Asked for before the query tile has landed.
+    const auto load_facts = [&] {
+      const int first_row = visit.tile * kBlockM, seqlen_q = t.seqlen_q;
+      const RowFacts<float>* gRows = t.gRows + (i64)visit.head * p.seqlen_q;
+      #pragma unroll
+      for (int j = 0; j < kRows; j++) {
+        const int row = first_row + j * kPreparing + preparer();
+        facts[j] = row < seqlen_q ? gRows[row] : RowFacts<float>{infinity(0.f), 0.f};
+      }
+    };
+    if (visits > 0) {
+      load_facts();
+      mbarrier_wait(shared_address(&s.kv_ready[slot.stage]), slot.phase);
+      if (kVarlen) clear_rows<KLayout>(shared_address(s.sK[slot.stage]), t.seqlen_k - t.first_key);
+      if (kHasMask && (is_partial(t, visit) || is_partial(t, {0, t.begin}))) separate_nonfinite_keys(s, slot.stage);
+      if (kVarlen || kHasMask) {
+        fence_async_proxy();
+        sync_preparers();
+      }
     }
-    if (clears) {
-      clear_rows<QLayout>(shared_address(s.sQ[at.stage]), rows);
-      clear_rows<QLayout>(shared_address(s.sDO[at.stage]), rows);
+    #pragma unroll 1
+    for (int i = 0; i < visits; i++, at.next()) {
+      const int rows = t.seqlen_q - visit.tile * kBlockM;
+      const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kBlockM;
+      mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
+      #pragma unroll
+      for (int j = 0; j < kRows; j++) {
+        const int row = j * kPreparing + preparer();
+        s.lse[at.stage][row] = facts[j].lse_log2;
+        s.delta[at.stage][row] = facts[j].delta;
+      }
+      if (clears) {
+        clear_rows<QLayout>(shared_address(s.sQ[at.stage]), rows);
+        clear_rows<QLayout>(shared_address(s.sDO[at.stage]), rows);
+      }
+      if (separates) {
+        sync_preparers();                       // rows are poisoned behind their facts
+        separate_nonfinite_queries(s, at.stage);
+      }
+      if (clears || separates) fence_async_proxy();
+      __syncwarp();
+      if (speaks) mbarrier_arrive(shared_address(&s.ready[at.stage]));
+      visit.advance(t);
+      if (i + 1 < visits) load_facts();
     }
-    if (separates) {
-      sync_preparers();                         // rows are poisoned behind their facts
-      separate_nonfinite_queries(s, at.stage);
-    }
-    if (clears || separates) fence_async_proxy();
     __syncwarp();
-    if (speaks) mbarrier_arrive(shared_address(&s.ready[at.stage]));
-    visit.advance(s);
-    if (i + 1 < visits) load_facts();
-  }
-}
-
-// DETERMINISTIC: one warp waits until the key tiles before this one have added their dQ of a query tile. A counter counts the
-// consumers that have.
-DEV void await_turns(SharedStorage& s, const BwdParams& p, int visits) {
-  const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
-  const int key_tile = s.work.first_key / kBlockN;
-  Visit visit = first_visit(s);
-  Ring<kStages> turn;
-  #pragma unroll 1
-  for (int i = 0; i < visits; i++, visit.advance(s), turn.next()) {
-    const int first_row = visit.tile * kBlockM;
-    const int mine = key_tile - KeyTiles::of<kBlockN>(mask, first_row, min(first_row + kBlockM, mask.seqlen_q)).begin;
-    mbarrier_wait(shared_address(&s.turn_free[turn.stage]), turn.phase ^ 1);
-    if (thread_index() % 32 == 0) {
-      wait_for_turn(s.work.turns + visit.head * p.num_query_tiles + visit.tile, kConsumers * mine);
-      mbarrier_arrive(shared_address(&s.turn_ready[turn.stage]));
-    }
-    __syncwarp();
+    if (speaks) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
   }
 }
 
@@ -332,14 +388,15 @@ DEV void softmax_gradient(Scores& rS, Scores& rDP, const HeadScore& score, const
 }
 
 // P and dS of pairs that do not see each other become 0 whatever they were, those of poisoned keys NaN.
-DEV void apply_mask(Scores& rP, Scores& rDS, const SharedStorage& s, const BwdParams& p, int warp_key, int first_row) {
-  const HeadMask mask(p, s.work.seqlen_q, s.work.seqlen_k);
+DEV void apply_mask(Scores& rP, Scores& rDS, const SharedStorage& s, u32 slot, const BwdParams& p, int warp_key, int first_row) {
+  const volatile Tile& t = s.work[slot];
+  const HeadMask mask(p, t.seqlen_q, t.seqlen_k);
   const int lane = thread_index() % 32, lane_row = first_row + lane % 4 * 2;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const int tile_key = warp_key + r * 8 + lane / 4, key = s.work.first_key + tile_key;
+    const int tile_key = warp_key + r * 8 + lane / 4, key = t.first_key + tile_key;
     const int begin = mask.row_begin(key) - lane_row, end = key < mask.seqlen_k ? mask.row_end(key) - lane_row : begin;
-    const float poison = kHasMask ? s.key_poison[tile_key] : 0.f;
+    const float poison = kHasMask ? s.key_poison[slot][tile_key] : 0.f;
     #pragma unroll
     for (int i = 0; i < kBlockM / 4; i++) {
       const int row = i / 2 * 8 + i % 2;
@@ -367,11 +424,11 @@ DEV void store_ds(u32 tile, const Weights& rA, int warp_key) {
 
 // Where this lane's part of dQ goes. Groups past the end have dS = 0: they add nothing to the last one, without a branch. Rows
 // past the end may get a NaN of K there, which nothing reads.
-DEV float* dq_of(const SharedStorage& s, const BwdParams& p, const Visit& v, int consumer) {
+DEV float* dq_of(const volatile Tile& t, const BwdParams& p, const Visit& v, int consumer) {
   const u32 lane = thread_index() % 32, warp = thread_index() / 32 % 4;
   const int group = v.tile * (kBlockM / kDqGroup) + (kHalvesRows ? consumer * 4 : 0) + warp;
-  const i64 head_group = v.head * num_dq_groups(p) + min(group, (s.work.seqlen_q - 1) / kDqGroup);
-  return s.work.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
+  const i64 head_group = v.head * num_dq_groups(p) + min(group, (t.seqlen_q - 1) / kDqGroup);
+  return t.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
 }
 // Units of 16 rows by 8 columns.
 DEV void add_dq(float* dst, const DqPart& rDQ, bool adds) {
@@ -382,155 +439,157 @@ DEV void add_dq(float* dst, const DqPart& rDQ, bool adds) {
   }
 }
 
-// One of dK and dV, the rows of a warp, to shared memory.
-DEV void stage_gradient(u32 tile, const Gradient& acc, int warp_key, float scale) {
+// One of dK and dV, the 16 rows of a warp; those past `rows_used` are zeros.
+DEV void write_gradient(Element* dst, i64 row_stride, const Gradient& acc, float scale, int warp_key, int rows, int rows_used,
+                        int cols) {
+  const u32 lane = thread_index() % 32;
+  const int column = lane % 4 * 8;
   #pragma unroll
-  for (int d = 0; d < kHeadDim / 8; d += 2) {
-    u32 word[4];
+  for (int r = 0; r < 2; r++) {
+    const int row = warp_key + r * 8 + lane / 4;
+    char* g = (char*)(dst + row * row_stride + column);
     #pragma unroll
-    for (int j = 0; j < 4; j++) word[j] = pack2<Element>(acc[d * 4 + 2 * j] * scale, acc[d * 4 + 2 * j + 1] * scale);
-    store_fragment<VLayout>(tile, warp_key, d, word);
-  }
-}
-// From there, the rows of a consumer; those past `rows_used` are zeros.
-DEV void write_rows(Element* dst, i64 row_stride, u32 tile, int consumer, int rows, int rows_used, int cols) {
-  constexpr int kChunks = kHeadDim / 8;
-  #pragma unroll 4
-  for (int idx = thread_index() % 128; idx < 64 * kChunks; idx += 128) {
-    const int row = consumer * 64 + idx / kChunks, chunk = idx % kChunks;
-    const Chunk c = row < rows_used ? load_shared(tile + VLayout::offset(row, chunk)) : Chunk{};
-    if (row < rows) store_chunk<kOutVecBytes>((char*)(dst + row * row_stride + chunk * 8), c, (cols - chunk * 8) * 2);
+    for (int d = 0; d < kHeadDim / 8; d += 4) {
+      u32 word[4];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
+        if (kVarlen && row >= rows_used) word[j] = 0;
+      }
+      const Chunk c = transpose_quad(word, lane % 4);
+      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
+      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
+    }
   }
 }
 
 // The consumer, a warpgroup.
-DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer, int visits) {
+DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const HeadScore score(p);
-  const u64 k = descriptor_of<KLayout>(s.sK, consumer * 64), v = descriptor_of<VLayout>(s.sV, consumer * 64);
+  const u64 k = descriptor_of<KLayout>(s.sK[0], consumer * 64), v = descriptor_of<VLayout>(s.sV[0], consumer * 64);
   const u64 q = descriptor_of<QLayout>(s.sQ[0]), dout = descriptor_of<QLayout>(s.sDO[0]);
   // For dQ: rows of dS, columns of K.
   const u64 ds = descriptor_of<DsLayout>(s.sDS[0], kHalvesRows ? consumer * 64 : 0);
-  const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK), kHalvesRows ? 0 : consumer * (kDqCols / 16));
+  const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK[0]), kHalvesRows ? 0 : consumer * (kDqCols / 16));
   const int warp_key = thread_index() % 128 / 32 * 16 + consumer * 64;
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
   const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
   const bool speaks = thread_index() % 128 == 0;
 
-  Gradient rDK, rDV;
-  #pragma unroll
-  for (int i = 0; i < kHeadDim / 2; i++) rDK[i] = rDV[i] = 0.f;
-  Scores rS, rDP;
-  Weights rP, rDS;
-  DqPart rDQ;
-  Visit visit = first_visit(s), last = visit;   // the tile at hand, and the one before, whose dQ is not computed yet
-  const int begin = uniform(s.work.begin), end = uniform(s.work.end);
-  const int full_begin = uniform(s.work.full_begin), full_end = uniform(s.work.full_end);
-  bool are_poisoned = false, has_last = false;
+  Ring<kSlots> slot;
   Ring<kStages> at;
-  Ring<kStages> turn;                           // of the tile before
   u32 ds_used = 0;                              // bit s: parity of how many dQ have been computed of stage s of dS
-
   const auto my_turn = [&] { barrier_sync(5 + consumer, kConsumers * 128); };
   const auto your_turn = [&] { barrier_arrive(6 - consumer, kConsumers * 128); };
-  // Descriptors that do not change depend on the stage too, by nothing: computed before the loop they would not all find uniform
-  // registers.
-  const auto fixed = [&](u64 descriptor) { return descriptor_step(descriptor, at.stage / kStages * 16); };
-  const auto start_scores = [&] {
-    multiply_scores<KLayout>(rS, fixed(k), descriptor_step(q, at.stage * QLayout::kBytes));
-    multiply_scores<VLayout>(rDP, fixed(v), descriptor_step(dout, at.stage * QLayout::kBytes));
-  };
-  // P and dS in registers, dS in shared memory too.
-  const auto finish_scores = [&] {
-    wgmma_wait<1>();
-    wgmma_pin(rS);
-    if (!HeadScore::kHasSlope) exponentiate(rS, score, s.lse[at.stage]);
-    wgmma_wait<0>();
-    wgmma_pin(rDP);
-    softmax_gradient(rS, rDP, score, s.lse[at.stage], s.delta[at.stage]);
-    if ((visit.tile < full_begin) | (visit.tile >= full_end) | are_poisoned)
-      apply_mask(rS, rDP, s, p, warp_key, visit.tile * kBlockM);
-    pack(rP, rS);
-    pack(rDS, rDP);
-    mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
-    store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
-    fence_async_proxy();
-  };
-  // dQ of the tile before (at first of what lies there), dV and dK of this one.
-  const auto start_gradients = [&] {
-    ds_used ^= 1 << (at.stage ^ 1);
-    multiply_dq(rDQ, descriptor_step(ds, (at.stage ^ 1) * DsLayout::kBytes), fixed(k_columns));
-    accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
-    accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
-  };
-  const auto finish_dq = [&](u32 stage) {
-    wgmma_pin(rDQ);
-    if (speaks) mbarrier_arrive(shared_address(&s.ds_free[stage]));
-    // Without a branch: at first what is over is waited for once more.
-    if (kDeterministic)
-      mbarrier_wait(shared_address(has_last ? &s.turn_ready[turn.stage] : &s.ready[at.stage]), has_last ? turn.phase : at.phase);
-    add_dq(dq_of(s, p, last, consumer), rDQ, has_last);
-    if (kDeterministic) {
-      sync_consumer();
-      if (speaks & has_last) {
-        pass_turn(s.work.turns + last.head * p.num_query_tiles + last.tile);
-        mbarrier_arrive(shared_address(&s.turn_free[turn.stage]));
-      }
-      if (has_last) turn.next();
-    }
-    last = visit;
-    has_last = true;
-  };
-  const auto finish_gradients = [&] {
-    wgmma_wait<0>();
-    wgmma_pin(rDV);
-    wgmma_pin(rDK);
-    if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
-  };
-
   if (consumer == 0) barrier_arrive(5, kConsumers * 128);
-  if (visits > 0) {
-    mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
-    are_poisoned = kHasMask && s.work.keys_are_poisoned;
-    my_turn();
-    start_scores();
-    your_turn();
-    finish_scores();
-    #pragma unroll 1
-    for (int i = 1; i < visits; i++) {
+  #pragma unroll 1
+  for (;; slot.next()) {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const volatile Tile& t = s.work[slot.stage];
+    const int visits = uniform(t.visits);
+    if (visits < 0) return;
+    const int begin = uniform(t.begin), end = uniform(t.end), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+    Gradient rDK, rDV;
+    #pragma unroll
+    for (int i = 0; i < kHeadDim / 2; i++) rDK[i] = rDV[i] = 0.f;
+    Scores rS, rDP;
+    Weights rP, rDS;
+    DqPart rDQ;
+    Visit visit = first_visit(t), last = visit; // the one at hand, and the one before, whose dQ is not computed yet
+    bool are_poisoned = false, has_last = false;
+    // What the slot decides depends on the stage too, by nothing: computed before the loop its descriptors would not all find
+    // uniform registers.
+    const auto in_slot = [&](u64 descriptor, u32 bytes) {
+      return descriptor_step(descriptor, slot.stage * bytes + at.stage / kStages * 16);
+    };
+    const auto start_scores = [&] {
+      multiply_scores<KLayout>(rS, in_slot(k, KLayout::kBytes), descriptor_step(q, at.stage * QLayout::kBytes));
+      multiply_scores<VLayout>(rDP, in_slot(v, VLayout::kBytes), descriptor_step(dout, at.stage * QLayout::kBytes));
+    };
+    // P and dS in registers, dS in shared memory too.
+    const auto finish_scores = [&] {
+      wgmma_wait<1>();
+      wgmma_pin(rS);
+      if (!HeadScore::kHasSlope) exponentiate(rS, score, s.lse[at.stage]);
+      wgmma_wait<0>();
+      wgmma_pin(rDP);
+      softmax_gradient(rS, rDP, score, s.lse[at.stage], s.delta[at.stage]);
+      if ((visit.tile < full_begin) | (visit.tile >= full_end) | are_poisoned)
+        apply_mask(rS, rDP, s, slot.stage, p, warp_key, visit.tile * kBlockM);
+      pack(rP, rS);
+      pack(rDS, rDP);
+      mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
+      store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
+      fence_async_proxy();
+    };
+    const auto start_dq = [&](u32 stage) {
+      ds_used ^= 1 << stage;
+      multiply_dq(rDQ, descriptor_step(ds, stage * DsLayout::kBytes), in_slot(k_columns, KLayout::kBytes));
+    };
+    // dQ of the query tile before (at first of what lies there, and not added), dV and dK of this one.
+    const auto start_gradients = [&] {
+      start_dq(at.stage ^ 1);
+      accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
+      accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
+    };
+    const auto finish_dq = [&](u32 stage, u32 phase) {
+      wgmma_pin(rDQ);
+      if (speaks) mbarrier_arrive(shared_address(&s.ds_free[stage]));
+      // Without a branch: at first what is over is waited for once more.
+      if (kDeterministic)
+        mbarrier_wait(shared_address(has_last ? &s.turn_ready[stage] : &s.ready[at.stage]), has_last ? phase : at.phase);
+      add_dq(dq_of(t, p, last, consumer), rDQ, has_last);
+      if (kDeterministic) {
+        sync_consumer();
+        if (speaks & has_last) pass_turn(t.turns + last.head * p.num_query_tiles + last.tile);
+      }
+      last = visit;
+      has_last = true;
+    };
+    const auto finish_gradients = [&] {
+      wgmma_wait<2>();
+      finish_dq(at.stage ^ 1, at.phase ^ at.stage ^ 1);
+      wgmma_wait<0>();
+      wgmma_pin(rDV);
+      wgmma_pin(rDK);
+      if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
+    };
+
+    if (visits > 0) {
+      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+      are_poisoned = kHasMask && t.keys_are_poisoned;
+      my_turn();
+      start_scores();
+      your_turn();
+      finish_scores();
+      #pragma unroll 1
+      for (int i = 1; i < visits; i++) {
+        my_turn();
+        start_gradients();
+        your_turn();
+        finish_gradients();
+        visit.advance(begin, end);
+        at.next();
+        mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+        start_scores();
+        finish_scores();
+      }
       my_turn();
       start_gradients();
       your_turn();
-      wgmma_wait<2>();
-      finish_dq(at.stage ^ 1);
       finish_gradients();
-      visit.advance(begin, end);
+      sync_consumers();                         // dS of the last one is written
+      start_dq(at.stage);
+      wgmma_wait<0>();
+      finish_dq(at.stage, at.phase);
       at.next();
-      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
-      start_scores();
-      finish_scores();
     }
-    my_turn();
-    start_gradients();
-    your_turn();
-    wgmma_wait<2>();
-    finish_dq(at.stage ^ 1);
-    finish_gradients();
-    sync_consumers();                           // dS of the last tile is written
-    multiply_dq(rDQ, descriptor_step(ds, at.stage * DsLayout::kBytes), k_columns);
-    wgmma_wait<0>();
-    finish_dq(at.stage);
+    const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
+    write_gradient(t.gDK, p.dk_strides.row, rDK, (float)p.softmax_scale, warp_key, rows, rows_used, p.head_dim);
+    write_gradient(t.gDV, p.dv_strides.row, rDV, 1.f, warp_key, rows, rows_used, p.head_dim_v);
+    __syncwarp();
+    if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
   }
-
-  sync_consumers();                             // all have read K
-  stage_gradient(shared_address(s.sK), rDK, warp_key, (float)p.softmax_scale);
-  stage_gradient(shared_address(s.sV), rDV, warp_key, 1.f);
-  sync_consumer();
-  const Sequence seq(p, s.work.batch);
-  const int first = s.work.first_key, head = s.work.head_k, rows = seq.rows_k - first, rows_used = seq.seqlen_k - first;
-  write_rows(seq.key_rows((Element*)p.dk, p.dk_strides, head) + first * p.dk_strides.row, p.dk_strides.row,
-             shared_address(s.sK), consumer, rows, rows_used, p.head_dim);
-  write_rows(seq.key_rows((Element*)p.dv, p.dv_strides, head) + first * p.dv_strides.row, p.dv_strides.row,
-             shared_address(s.sV), consumer, rows, rows_used, p.head_dim_v);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_constant__ TmaParams p) {
@@ -542,30 +601,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
     tma_prefetch_map(&p.dout_map);
-    mbarrier_init(shared_address(&s.kv_ready), 1);
+    for (int i = 0; i < kSlots; i++) {
+      mbarrier_init(shared_address(&s.work_ready[i]), 1);
+      mbarrier_init(shared_address(&s.work_free[i]), 1 + kPreparers + kConsumers * 4);
+      mbarrier_init(shared_address(&s.kv_ready[i]), 1);
+    }
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(shared_address(&s.raw[i]), 1);
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.free[i]), kConsumers);
       mbarrier_init(shared_address(&s.ds_free[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_ready[i]), 1);
-      mbarrier_init(shared_address(&s.turn_free[i]), kConsumers);
     }
     mbarrier_init_fence();
   }
-  if (warp == 0) describe_work(s, p);
-  if (kHasMask && threadIdx.x >= kThreads - kBlockN) s.key_poison[threadIdx.x - (kThreads - kBlockN)] = 0.f;
   __syncthreads();
-  if (s.work.batch < 0) return;
-  const int warpgroup = uniform(threadIdx.x / 128), visits = uniform(s.work.visits);
+  const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     set_fewer_registers<kOtherRegisters>();
-    if (visits == 0) return;                    // no query sees a key: the consumers write zeros
-    if (warp == 0) load_tiles(s, p, visits);
-    else if (warp <= kPreparers) prepare_tiles(s, p, visits);
-    else if (kDeterministic) await_turns(s, p, visits);
+    if (warp == 0) plan_tiles(s, p);
+    else if (warp <= kPreparers) prepare_tiles(s, p);
+    else load_tiles(s, p);
   } else {
     set_more_registers<kConsumerRegisters>();
-    differentiate(s, p, warpgroup - 1, visits);
+    differentiate(s, p, warpgroup - 1);
   }
 }

@@ -971,7 +971,8 @@ def test_explain_says_why(no_gpu):
         (("--causal",), ["fwd_sm90"], ["tiles"]),
         (("--causal", "--tier", "sm80"), ["fwd_sm80"], []),
         (("--varlen",), ["varlen_tiles", "fwd_sm90"], ["tiles"]),
-        (("--backward",), ["bwd_delta", "bwd_sm90", "bwd_cast"], ["rows", "dq_sum"]),
+        (("--backward",), ["bwd_delta", "bwd_sm90", "bwd_cast"], ["rows", "dq_sum", "turns"]),
+        (("--backward", "--tier", "sm80"), ["bwd_delta", "bwd_sm80", "bwd_cast"], ["rows", "dq_sum"]),
         (
             ("--backward", "--deterministic", "--tier", "simt"),
             ["bwd_delta", "bwd_simt", "bwd_cast"],
@@ -980,7 +981,7 @@ def test_explain_says_why(no_gpu):
         (
             ("--backward", "--varlen", "--batch", 3),
             ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"],
-            ["tiles", "rows", "dq_sum"],
+            ["tiles", "rows", "dq_sum", "turns"],
         ),
     ],
 )

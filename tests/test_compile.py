@@ -364,7 +364,8 @@ def test_the_variants_meet_every_value_of_every_constant():
     assert values["bwd_sm80", "DTYPE"] == {0, 1} and values["bwd_sm80", "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_sm80", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     assert values["bwd_sm90", "HEAD_DIM"] == {64, 96, 128} and values["bwd_sm90", "DTYPE"] == {0, 1}
-    assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16}
+    assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values["bwd_sm90", "WHOLE_HEADS"] == {0, 1}
+    assert values["bwd_delta", "COUNTS_TILES"] == {0, 1}
     assert values["bwd_simt", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     for kernel in ("bwd_simt", "bwd_delta", "bwd_cast"):
         assert values[kernel, "DTYPE"] == {0, 1, 2, 3}

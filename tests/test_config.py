@@ -72,7 +72,8 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         dq_columns = constants["HEAD_DIM"] // (128 // made.block_m)
         assert dq_columns % constants["K_PANEL"] == 0 and constants["K_PANEL"] in (16, 32, 64)
         assert stated.alignment == 16 and stated.tma
-        assert made.max_blocks == 0 and not made.counts_tiles
+        assert made.max_blocks == device.num_sms and made.counts_tiles
+        assert constants["WHOLE_HEADS"] == (stated.head_dim == stated.head_dim_v == constants["HEAD_DIM"])
     elif is_hopper:
         # A warpgroup loads, and each of the others has the 64 rows of one wgmma; keys are 16 at a time.
         assert made.threads == 128 * (1 + constants["CONSUMERS"]) and made.block_m == 64 * constants["CONSUMERS"]
@@ -282,9 +283,8 @@ def test_heads_that_run_together_share_the_cache(seqlen_k, expected):
 def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, expected):
     # q, dout and dq_sum of 2**12 rows of 4 query heads of 64 take 8 MiB, half of the L2 is 25.
     assert choose(backward(seqlen_q=seqlen_q), H200).heads_in_group == expected
-    stated = backward(seqlen_q=seqlen_q, deterministic=True)
-    assert choose(stated, H200).heads_in_group == expected
-    assert choose(stated, H200, "sm80").heads_in_group == 4, "waiting for each other"
+    for made in each_config(backward(seqlen_q=seqlen_q, deterministic=True)):
+        assert made.heads_in_group == (expected if made.tier == "sm90" else 4), "waiting for each other"
 
 
 def test_sequences_of_a_packed_batch_share_their_heads():
@@ -431,7 +431,8 @@ def test_the_grid_covers_every_row_of_every_head():
         for made in each_config(stated):
             tiles = launch.num_tiles(stated, made)
             assert (tiles - 1) * made.block_n < size <= tiles * made.block_n
-            assert launch.grid_of(stated, made) == tiles * stated.batch * stated.heads_k
+            blocks = tiles * stated.batch * stated.heads_k
+            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +449,7 @@ def test_the_tiles_of_a_packed_batch_fit_the_list(lengths, uncovered):
             tiles = sum(-(-rows // block) for rows in (*lengths, uncovered))
             assert tiles <= launch.num_tiles(stated, made)
             blocks = launch.num_tiles(stated, made) * heads
-            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.kernel == "fwd_sm90" else blocks)
+            assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
             # A header of four words, eight for a tile, and the histogram of as many levels as kernels/varlen_tiles.cu counts.
             levels = total // block + 2
             words = 4 + 8 * launch.num_tiles(stated, made) + levels
@@ -513,10 +514,11 @@ def test_no_kernel_is_launched_without_work():
     for varlen in (False, True):
         assert list(launched(backward(seqlen_k=0, varlen=varlen))) == ["bwd_delta", "bwd_cast"]
         first = ["varlen_tiles"] * varlen
-        assert list(launched(backward(seqlen_q=0, varlen=varlen))) == [*first, "bwd_sm90"]
+        assert list(launched(backward(seqlen_q=0, varlen=varlen), "sm80")) == [*first, "bwd_sm80"]
         # Blocks take their numbers from a counter that bwd_delta sets to 0.
-        made = launched(backward(seqlen_q=0, varlen=varlen, deterministic=True))
-        assert list(made) == [*first, "bwd_delta", "bwd_sm90"] and made["bwd_delta"] == 1
+        for tier, deterministic in (("sm90", False), ("sm90", True), ("sm80", True)):
+            made = launched(backward(seqlen_q=0, varlen=varlen, deterministic=deterministic), tier)
+            assert list(made) == [*first, "bwd_delta", f"bwd_{tier}"] and made["bwd_delta"] == 1
 
 
 @pytest.mark.parametrize(
@@ -542,6 +544,7 @@ def test_kernels_before_and_behind_fit_the_one_between(dtype, head_dim, head_dim
     constants, size = dict(delta.constants), head_dim_v * itemsize
     vec, lanes = constants["VEC_BYTES"], constants["LANES"]
     assert itemsize <= vec <= alignment and size % vec == 0 and constants["DETERMINISTIC"] == 1
+    assert constants["COUNTS_TILES"] == made.counts_tiles
     assert lanes in (1, 2, 4, 8, 16, 32) and (lanes == 32 or lanes * 16 >= size)
     heads = stated.batch * stated.heads_q
     assert launched(stated)["bwd_delta"] == -(-heads * stated.seqlen_q // (delta.threads // lanes))
@@ -565,7 +568,9 @@ def test_scratch_is_what_the_documentation_says(dtype, real, varlen):
             assert launch.scratch_of(masked, made) == ({"tiles": 16} if made.tier == "sm90" else {})
     for made in each_config(stated):
         sizes = launch.scratch_of(stated, made)
-        assert list(sizes) == ["tiles"] * varlen + ["rows", "dq_sum"]
+        # Blocks that stay on their multiprocessors count the tiles they take.
+        assert list(sizes) == ["tiles"] * varlen + ["rows", "dq_sum"] + ["turns"] * (made.tier == "sm90")
+        assert sizes.get("turns", 4) == 4
         assert sizes["rows"] == heads * 1000 * 2 * real and sizes["dq_sum"] == heads * groups * 16 * 96 * real
         ordered = launch.scratch_of(dataclasses.replace(stated, deterministic=True), made)
         tiles = 1000 // made.block_m + 3 if varlen else -(-1000 // made.block_m)

@@ -27,7 +27,8 @@ template <int kHeadDim> DEV i64 dq_index(int row, int col) {
 }
 
 // DETERMINISTIC: the key tiles that see a query tile add to its dq_sum one after the other, in their order. A block takes its
-// number as it starts, so that those it waits for have started before it, in whatever order the hardware starts blocks.
+// number as it starts, so that those it waits for have started before it, in whatever order the hardware starts blocks. (Blocks
+// that take many tiles: bwd_sm90.)
 DEV int* turn_of(const BwdParams& p, const Sequence& seq, int batch, int head, int tile, int block_m) {
   const int slot = kVarlen ? seq.first_q / block_m + batch + tile : tile;
   return p.turns + 1 + ((i64)(kVarlen ? 0 : batch) * p.heads_q + head) * p.num_query_tiles + slot;

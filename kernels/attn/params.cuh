@@ -39,7 +39,7 @@ struct BwdParams : FwdParams {
   void* rows;                   // [batch, heads_q, seqlen_q, 2] of Real: what bwd_delta tells of each query row (RowFacts)
   void* dq_sum;                 // [batch, heads_q, groups of 16 rows, HEAD_DIM / 8, 128] of Real: dq / softmax_scale while it
                                 // is summed; gradient.cuh
-  int* turns;                   // DETERMINISTIC: a ticket counter, then whose turn each query tile of dq_sum is
+  int* turns;                   // a ticket counter; DETERMINISTIC: then whose turn each query tile of dq_sum is
   Strides dout_strides, dq_strides, dk_strides, dv_strides;
   double softmax_scale;
   int num_query_tiles;          // of one head in `turns`; VARLEN: seqlen_q / BLOCK_M + batch + 1, over all sequences

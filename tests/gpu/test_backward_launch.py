@@ -126,6 +126,23 @@ def test_thirty_runs_of_packed_sequences(cupy, backend, dtype):
             )
 
 
+@on_pairs("sm90-float16", "sm90-bfloat16")
+@pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window=(33, 0))], ids=str)
+def test_it_does_not_matter_which_block_takes_a_tile(cupy, backend, dtype, options):
+    """More key tiles than blocks, some of which no query sees; then each sequence alone, fewer than blocks."""
+    q, k, v = inputs(dtype, batch=6, seqlen_q=300, seqlen_k=1000, heads_q=16, heads_k=8)
+    host = (dout_of(q, v), q, k, v, *compute(backend, q, k, v, **options))
+    for deterministic, exact in ((True, Gradients._fields), (False, ("dk", "dv"))):
+        how = dict(options, deterministic=deterministic)
+        with config.force_tier(backend.tier):
+            together = fetch(*cuflash.attention_backward(*placed(backend, *host), **how))
+            for i in range(6):
+                arrays = placed(backend, *(np.ascontiguousarray(x[i : i + 1]) for x in host))
+                alone = fetch(*cuflash.attention_backward(*arrays, **how))
+                for name, x, y in zip(Gradients._fields, together, alone, strict=True):
+                    assert name not in exact or x[i : i + 1].tobytes() == y.tobytes(), f"{name} of sequence {i}"
+
+
 @TIERS
 def test_two_deterministic_calls_at_once(cupy, tier):
     """On two streams, each longer than the chip holds blocks: neither waits for a block of the other's forever."""
