@@ -431,11 +431,11 @@ DEV float* dq_of(const volatile Tile& t, const BwdParams& p, const Visit& v, int
   return t.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
 }
 // Units of 16 rows by 8 columns.
-DEV void add_dq(float* dst, const DqPart& rDQ, bool adds) {
+DEV void add_dq(float* dst, const DqPart& rDQ) {
   #pragma unroll
   for (int n = 0; n < kDqCols / 8; n++) {
     const float unit[4] = {rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]};
-    red_add_if(adds, dst + n * 128, unit);
+    red_add(dst + n * 128, unit);
   }
 }
 
@@ -496,7 +496,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Weights rP, rDS;
     DqPart rDQ;
     Visit visit = first_visit(t), last = visit; // the one at hand, and the one before, whose dQ is not computed yet
-    bool are_poisoned = false, has_last = false;
+    bool are_poisoned = false;
     // What the slot decides depends on the stage too, by nothing: computed before the loop its descriptors would not all find
     // uniform registers.
     const auto in_slot = [&](u64 descriptor, u32 bytes) {
@@ -526,33 +526,38 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       ds_used ^= 1 << stage;
       multiply_dq(rDQ, descriptor_step(ds, stage * DsLayout::kBytes), in_slot(k_columns, KLayout::kBytes));
     };
-    // dQ of the query tile before (at first of what lies there, and not added), dV and dK of this one.
-    const auto start_gradients = [&] {
-      start_dq(at.stage ^ 1);
-      accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
-      accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
-    };
     const auto finish_dq = [&](u32 stage, u32 phase) {
       wgmma_pin(rDQ);
       if (speaks) mbarrier_arrive(shared_address(&s.ds_free[stage]));
-      // Without a branch: at first what is over is waited for once more.
-      if (kDeterministic)
-        mbarrier_wait(shared_address(has_last ? &s.turn_ready[stage] : &s.ready[at.stage]), has_last ? phase : at.phase);
-      add_dq(dq_of(t, p, last, consumer), rDQ, has_last);
+      if (kDeterministic) mbarrier_wait(shared_address(&s.turn_ready[stage]), phase);
+      add_dq(dq_of(t, p, last, consumer), rDQ);
       if (kDeterministic) {
         sync_consumer();
-        if (speaks & has_last) pass_turn(t.turns + last.head * p.num_query_tiles + last.tile);
+        if (speaks) pass_turn(t.turns + last.head * p.num_query_tiles + last.tile);
       }
-      last = visit;
-      has_last = true;
     };
-    const auto finish_gradients = [&] {
-      wgmma_wait<2>();
-      finish_dq(at.stage ^ 1, at.phase ^ at.stage ^ 1);
-      wgmma_wait<0>();
+    const auto start_dv_dk = [&] {
+      accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
+      accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
+      your_turn();
+    };
+    // dV and dK of the query tile at hand, dQ of the one before.
+    const auto sum_gradients = [&](bool is_first) {
+      my_turn();
+      if (is_first) {                           // a branch that products are not in flight across
+        start_dv_dk();
+        wgmma_wait<0>();
+      } else {
+        start_dq(at.stage ^ 1);
+        start_dv_dk();
+        wgmma_wait<2>();
+        finish_dq(at.stage ^ 1, at.phase ^ at.stage ^ 1);
+        wgmma_wait<0>();
+      }
       wgmma_pin(rDV);
       wgmma_pin(rDK);
       if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
+      last = visit;
     };
 
     if (visits > 0) {
@@ -564,20 +569,14 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       finish_scores();
       #pragma unroll 1
       for (int i = 1; i < visits; i++) {
-        my_turn();
-        start_gradients();
-        your_turn();
-        finish_gradients();
+        sum_gradients(i == 1);
         visit.advance(begin, end);
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
         finish_scores();
       }
-      my_turn();
-      start_gradients();
-      your_turn();
-      finish_gradients();
+      sum_gradients(visits == 1);
       sync_consumers();                         // dS of the last one is written
       start_dq(at.stage);
       wgmma_wait<0>();

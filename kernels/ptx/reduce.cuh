@@ -12,13 +12,6 @@ DEV void red_add(float* dst, const float (&x)[4]) {
   for (int i = 0; i < 4; i++) atomicAdd(dst + i, x[i]);
 #endif
 }
-#if __CUDA_ARCH__ >= 900
-// The same without a branch where it may not be.
-DEV void red_add_if(bool condition, float* dst, const float (&x)[4]) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p red.relaxed.gpu.global.add.v4.f32 [%1], {%2, %3, %4, %5};\n}"
-               :: "r"((int)condition), "l"(dst), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
-}
-#endif
 // Two neighbours, aligned to both.
 DEV void red_add(float* dst, float x, float y) {
 #if __CUDA_ARCH__ >= 900
