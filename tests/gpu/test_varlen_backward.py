@@ -24,6 +24,7 @@ from support import (
     compute_varlen,
     dlse_of,
     dout_of,
+    fitting,
     inputs,
     is_taken,
     normal,
@@ -51,6 +52,11 @@ def arrays_of(dtype, lengths, **sizes):
 def test_named_case(backend, dtype, case):
     lengths, sizes, options = CASES[case]
     *arrays, dlse = arrays_of(dtype, lengths, **sizes)
+    options = options | {"layouts": dict(zip(("dout", "q", "k", "v"), fitting(backend, *arrays), strict=True))}
+    if backend.tier == "sm90" and sizes.get("head_dim", 64) > 128:
+        with pytest.raises(NotImplementedError, match="tier sm90: dk and dv of head_dim above 128 take more registers"):
+            backward(backend, *arrays, lengths=lengths, **options)
+        return
     first = check_backward(backend, *arrays, lengths=lengths, **options)
     backend.wash()
     with_int64 = dataclasses.replace(lengths, dtype="int64")
