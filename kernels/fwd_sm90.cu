@@ -3,7 +3,7 @@
 //   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
 //
 // A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
-// one warp plans, one loads by TMA and two look for NaN; each of the kConsumers other warpgroups owns 64 rows of a tile from Q to O.
+// one warp plans, one loads by TMA and two look for NaN; each of the kConsumers other warpgroups owns 64 rows from Q to O.
 //   work_ready[i]:  planner -> all, which tile is next                  work_free[i]: all -> planner, they have done with it
 //   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
 //   k_ready[s]:     loader -> consumers, a key tile of K has landed     k_free[s]: back, all have multiplied by it
@@ -59,7 +59,7 @@ struct alignas(16) Tile {
   TileRange keys;                               // key tiles that any row sees
   TileRange own[kConsumers];                    // that the rows of a consumer see; begin = end = keys.begin: none
   int seqlen_q, seqlen_k;
-  int first_q, first_k, head_k;                 // rows of the arrays that the tile and its sequence's keys begin with
+  int first_q, first_k, head_k;                 // for TMA: its first row, row 0 of the keys
   Work work;                                    // batch < 0: there is no more
   DEV int first_row() const { return work.tile * kBlockM; }
 };
@@ -73,10 +73,10 @@ struct alignas(1024) SharedStorage {
   u8 sQ[kConsumers][QLayout::kBytes];
   u8 sK[kStages][KLayout::kBytes];
   u8 sV[kStages][VLayout::kBytes];
-  u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages], v_checked[kStages];
-  u64 work_ready[kSlots], work_free[kSlots];
+  u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
+  u64 v_checked[kStages], work_ready[kSlots], work_free[kSlots];
   Tile work[kSlots];
-  alignas(2) bool v_poisoned[kStages][kCheckers];               // whether one found NaN or Inf in a tile of V that some rows do not see
+  alignas(2) bool v_poisoned[kStages][kCheckers];               // whether one found NaN or Inf in a partly masked tile of V
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -119,7 +119,11 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     }
     Tile& t = s.work[slot.stage];
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-    if (acts) t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k, t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k, t.work = work;
+    if (acts) {
+      t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k;
+      t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k;
+      t.work = work;
+    }
     const HeadMask mask(p, seqlen_q, seqlen_k);
     #pragma unroll 1
     for (int c = -1; c < kConsumers; c++) {     // -1: of the block
