@@ -539,7 +539,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     const auto start_dv_dk = [&] {
       accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
       accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
-      your_turn();
+      if constexpr (kDeterministic) your_turn();                // the other need not wait for what other blocks add
     };
     // dV and dK of the query tile at hand, dQ of the one before.
     const auto sum_gradients = [&](bool is_first) {
@@ -574,9 +574,11 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
+        if constexpr (!kDeterministic) your_turn();
         finish_scores();
       }
       sum_gradients(visits == 1);
+      if constexpr (!kDeterministic) your_turn();
       sync_consumers();                         // dS of the last one is written
       start_dq(at.stage);
       wgmma_wait<0>();

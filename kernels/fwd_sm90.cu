@@ -465,6 +465,8 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     await_v();
     multiply_pv(rO, rP, descriptor_step(v, v_ring.stage * VLayout::kBytes), add);
   };
+  // Where no product keeps the warps together, before one of them speaks for all: the others have waited too.
+  const auto sync_consumer = [&] { barrier_sync(4 + consumer, 128); };
   const auto free_k = [&] {
     if (speaks) mbarrier_arrive(shared_address(&s.k_free[k_ring.stage]));
     k_ring.next();
@@ -499,8 +501,9 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   const auto skip = [&](int tile) {
     if (is_poisoned(tile)) clear_tile(shared_address(s.sV[v_ring.stage]));
     mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
-    free_k();
     await_v();
+    sync_consumer();
+    free_k();
     free_v();
   };
   // NaN and Inf of the next tile of V, whose key tile this is, go to the rows that see them.
@@ -541,6 +544,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       skip_to_own();
       if (at.own.begin >= at.own.end) {
         mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
+        sync_consumer();
         free_q();
         q_ring.next();
         my_turn();

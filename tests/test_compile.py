@@ -45,6 +45,9 @@ def known_archs() -> tuple[int, ...]:
 needs_nvrtc = pytest.mark.skipif(not known_archs(), reason="no NVRTC")
 
 
+LONG = dict(seqlen_q=8192, seqlen_k=8192)
+
+
 def problem(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more) -> Problem:
     left, right = MASKS[mask]
     sizes = dict(batch=2, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_k=2, softmax_scale=0.1)
@@ -98,6 +101,12 @@ def hopper_groups(arch):
         return
     for (head_dim, head_dim_v), mask in itertools.product(TUNED_HOPPER_HEAD_DIMS, ("none", "causal")):
         yield f"Hopper {mask}", problem("bfloat16", head_dim, head_dim_v, mask), True
+    # Long sequences have other tiles.
+    for head_dim, mask, varlen in itertools.product((128, 256), ("none", "causal"), (False, True)):
+        stated = problem("bfloat16", head_dim, mask=mask, varlen=varlen, **LONG)
+        yield f"long sequences of head_dim {head_dim} on Hopper", stated, True
+    for mask, score in (("window", "scale"), ("none", "softcap"), ("causal", "any scale")):
+        yield "long sequences of head_dim 128 on Hopper", problem("float16", 128, None, mask, score, **LONG), False
     for head_dim, mask in ((64, "causal"), (128, "none"), (128, "causal"), (256, "none")):
         yield "Hopper float16", problem("float16", head_dim, mask=mask), True
     for head_dim, mask in ((64, "none"), (64, "causal"), (128, "none"), (128, "causal"), (128, "window"), (256, "causal")):
@@ -114,6 +123,7 @@ def hopper_groups(arch):
         (40, 72, "none"),
         (8, 256, "causal"),
         (96, 160, "window"),
+        (32, 160, "none"),
     ):
         yield "unequal head dims on Hopper", problem("bfloat16", head_dim, head_dim_v, mask), False
     for head_dim, out in ((64, 2), (128, 8), (256, 4)):
@@ -384,8 +394,9 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
         return tuple(dict(constants)[name] for name in names)
 
     met = {tile(constants) for variants in groups().values() for kernel, constants in variants if kernel == "fwd_sm90"}
-    for head_dim, head_dim_v, mask in itertools.product(range(32, 257, 32), range(32, 257, 32), ("none", "causal")):
-        stated = problem("float16", head_dim, head_dim_v, mask)
+    sizes = range(32, 257, 32)
+    for head_dim, head_dim_v, mask, length in itertools.product(sizes, sizes, ("none", "causal"), ({}, LONG)):
+        stated = problem("float16", head_dim, head_dim_v, mask, **length)
         assert tile(choose(stated, DEVICES["sm_90"], "sm90").constants) in met
 
 
