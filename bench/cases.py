@@ -285,7 +285,7 @@ _SUITES = {
     "gqa": (_gqa, ("bfloat16", "float16"), (128, 64), (2048, 8192)),
     "window": (_window, ("bfloat16", "float16"), (128, 64), (16384,)),
     "small": (_small, ("bfloat16", "float16"), (128,), (128, 256, 512, 1024)),
-    "backward": (_backward, ("bfloat16", "float16"), (64, 128, 256), (2048, 16384)),
+    "backward": (_backward, ("bfloat16", "float16"), (64, 128, 256), (2048, 4096, 16384)),
     "varlen": (_varlen, ("bfloat16", "float16"), (64, 128), (2048, 1024)),
 }
 SUITES = tuple(_SUITES)

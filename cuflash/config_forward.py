@@ -343,7 +343,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         "thread take all registers but a few",
         f"turns = {int(tile.turns)}  # " + ("the softmax of one warpgroup runs beside the products of another" if tile.turns else
                                           "warpgroups start their products when they can: turns were slower here"),
-        f"stages = {stages}  # K and V of the next key tile are copied while this one is used",
+        f"stages = {stages}  # K and V of " + ("the next key tile" if stages == 2 else "the next two key tiles") +
+        " are copied while this one is used",
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}; the copies pad with "
         "zeros",
