@@ -296,7 +296,7 @@ def _refuse_sm90(problem: Problem, device: Device) -> str | None:
     if problem.alignment < 16 or not problem.tma:
         return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
                 "negative nor 1 TiB or more")
-    if _sm90_smem(problem, 2) > device.smem_optin:
+    if _sm90_smem(problem, min(_SM90_STAGES)) > device.smem_optin:
         return no_tile(problem, device)
     return None
 
