@@ -14,6 +14,8 @@ from .config_base import (
     Kernel,
     no_tile,
     not_16_bit,
+    not_by_tma,
+    not_hopper,
     round_up,
     shared_constants,
     vec_bytes,
@@ -60,15 +62,12 @@ def _sm90_head_dim(problem: BackwardProblem) -> int | None:
 
 
 def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
-    if (reason := not_16_bit(problem)) is not None:
+    if (reason := not_16_bit(problem) or not_hopper(device)) is not None:
         return reason
-    if device.compute_capability != (9, 0):
-        return "needs compute capability 9.0 (wgmma, TMA)"
     if _sm90_head_dim(problem) is None:
         return f"dk and dv of head_dim above {max(_SM90_TILES)} take more registers than a warpgroup has"
-    if problem.alignment < 16 or not problem.tma:
-        return ("TMA cannot address q, k, v and dout: their addresses and strides must be multiples of 16 bytes, and strides "
-                "neither negative nor 1 TiB or more")
+    if (reason := not_by_tma(problem, "q, k, v and dout")) is not None:
+        return reason
     if _sm90_smem(problem) > device.smem_optin:
         return no_tile(problem, device)
     return None

@@ -89,6 +89,19 @@ def not_16_bit(problem: Problem) -> str | None:
     return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
 
 
+def not_hopper(device: Device) -> str | None:
+    """Why the device has no wgmma; None if it has."""
+    return None if device.compute_capability == (9, 0) else "needs compute capability 9.0 (wgmma, TMA)"
+
+
+def not_by_tma(problem: Problem, arrays: str) -> str | None:
+    """Why TMA does not load ``arrays``; None if it does."""
+    if problem.alignment == 16 and problem.tma:
+        return None
+    return (f"TMA cannot address {arrays}: their addresses and strides must be multiples of 16 bytes, and strides neither "
+            "negative nor 1 TiB or more")
+
+
 def no_tile(problem: Problem, device: Device) -> str:
     return (f"no tile for head_dim {problem.head_dim} and {problem.head_dim_v} fits the {device.smem_optin} bytes of shared "
             "memory that a block may have")

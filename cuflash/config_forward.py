@@ -14,6 +14,8 @@ from .config_base import (
     Device,
     no_tile,
     not_16_bit,
+    not_by_tma,
+    not_hopper,
     round_up,
     shared_constants,
     vec_bytes,
@@ -289,13 +291,8 @@ def _sm90_sizes(problem: Problem) -> tuple[int, int]:
 
 
 def _refuse_sm90(problem: Problem, device: Device) -> str | None:
-    if (reason := not_16_bit(problem)) is not None:
+    if (reason := not_16_bit(problem) or not_hopper(device) or not_by_tma(problem, "q, k and v")) is not None:
         return reason
-    if device.compute_capability != (9, 0):
-        return "needs compute capability 9.0 (wgmma, TMA)"
-    if problem.alignment < 16 or not problem.tma:
-        return ("TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, and strides neither "
-                "negative nor 1 TiB or more")
     if _sm90_smem(problem, min(_SM90_STAGES)) > device.smem_optin:
         return no_tile(problem, device)
     return None
