@@ -28,6 +28,7 @@ def environment(device_id: int | None) -> dict:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "cuflash": cuflash.__version__,
         "kernels_digest": _or_none(jit.digest),
+        "kernel_digests": _or_none(jit.kernel_digests),
         "forced_tier": config.forced_tier(),
         "python": platform.python_version(),
         "numpy": np.__version__,

@@ -57,6 +57,12 @@ def digest() -> str:
     return total.hexdigest()[:16]
 
 
+def kernel_digests() -> dict[str, str]:
+    """16 hex digits by kernel: sha256 of its closure. They stay the same when other kernels change, or new ones come."""
+    names = sorted(path.stem for path in kernels_dir().glob("*.cu"))
+    return {name: hashlib.sha256(closure(name).encode()).hexdigest()[:16] for name in names}
+
+
 def closure(kernel: str) -> str:
     """Text of `<kernel>.cu` and of every quoted include, recursively, each once, under its name and length.
 

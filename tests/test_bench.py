@@ -846,6 +846,7 @@ def test_a_record_holds_results_reasons_and_ratios(contenders, tmp_path):
         written["complete"]
         and written["suite"] == "test"
         and written["environment"]["kernels_digest"] == jit.digest()
+        and written["environment"]["kernel_digests"] == jit.kernel_digests()
     )
     assert written["environment"]["date"].startswith("20") and written["environment"]["device"] == "cpu"
     (one,) = written["cases"]

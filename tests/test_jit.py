@@ -167,6 +167,15 @@ def test_digest_follows_names_and_bytes_of_the_kernels(fresh):
     assert len(set(seen)) == 3
 
 
+def test_the_digest_of_a_kernel_follows_what_it_includes_and_nothing_else(fresh):
+    before = jit.kernel_digests()
+    (fresh.kernels / "other.cu").write_text('extern "C" __global__ void other() {}')
+    assert {name: value for name, value in jit.kernel_digests().items() if name != "other"} == before
+    (fresh.kernels / "tile/copy.cuh").write_text(COPY + " ")
+    changed = {name for name, value in before.items() if jit.kernel_digests()[name] != value}
+    assert changed == {name for name in before if "//// tile/copy.cuh " in jit.closure(name)} != set()
+
+
 def test_the_kernels_of_the_project_are_found(monkeypatch):
     monkeypatch.undo()
     assert jit.kernels_dir() == REPO / "kernels"
