@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge(const MergeParams p
       #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const bool inside = (saw_keys >> (part + i) & 1) && col < p.head_dim_v;
-        x[i] = inside ? *(const Vec<Element, kLoad>*)((const Element*)p.outs[part + i] + row.offset(p.outs_strides[part + i]) + col)
-                      : Vec<Element, kLoad>{};
+        const Element* gO = (const Element*)p.outs[part + i] + row.offset(p.outs_strides[part + i]);
+        x[i] = inside ? *(const Vec<Element, kLoad>*)(gO + col) : Vec<Element, kLoad>{};
       }
       #pragma unroll
       for (int i = 0; i < kBatch; i++) {
