@@ -113,49 +113,51 @@ struct DecodeItem {
 // A tile among those of all items, which lie in the order of requests, row tiles, key heads.
 struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
 
-// All lanes of a warp together. There is such a tile.
-DEV TilePlace place_of_tile(const DecodeParams& p, int tile) {
-  const int lane = threadIdx.x % 32;
-  int batch = 0;
-  for (int first = 0; first < p.batch; first += 32) {
-    const int own = work_of_request(p, first + lane);
-    int sum = own;
+// The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
+struct WorkOf32 {
+  int own, sum;
+  DEV WorkOf32(const DecodeParams& p, int first) : own(work_of_request(p, first + threadIdx.x % 32)), sum(own) {
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
-      if (lane >= step) sum += other;
+      if (threadIdx.x % 32 >= step) sum += other;
     }
-    const u32 behind = __ballot_sync(0xffffffff, sum > tile);
-    const int at = behind ? __ffs(behind) - 1 : 31;
-    tile -= __shfl_sync(0xffffffff, behind ? sum - own : sum, at);
-    batch = first + at;
-    if (behind) break;
   }
-  const int seqlen_k = num_keys(p, num_cached(p, batch));
-  for (int t = 0;; t++) {
-    const int n = num_tiles_of_rows(p, seqlen_k, t);
-    if (tile < n * p.heads_k || t + 1 == p.num_row_tiles) return {batch, t, tile / n, tile % n, n};
-    tile -= n * p.heads_k;
-  }
-}
-
-// The tiles of all items. All lanes of a warp together.
-DEV int total_work(const DecodeParams& p) {
-  int sum = 0;
-  for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) sum += work_of_request(p, batch);
-  #pragma unroll
-  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-  return sum;
-}
+  DEV int total() const { return __shfl_sync(0xffffffff, sum, 31); }
+};
 
 // Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
 struct Shares {
+  WorkOf32 work;                // of the first requests: often of all
   int blocks, each, more;       // `more` blocks have one tile more
-  DEV Shares(const DecodeParams& p) {
-    const int work = total_work(p);
-    blocks = min(work, p.num_blocks), each = work / blocks, more = work % blocks;
+
+  DEV Shares(const DecodeParams& p) : work(p, 0) {
+    int total = work.total();
+    for (int first = 32; first < p.batch; first += 32) total += WorkOf32(p, first).total();
+    blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
   }
   DEV int first_tile(int block) const { return each * block + min(block, more); }
+  DEV int block_of(int tile) const {
+    const int of_larger = more * (each + 1);
+    return tile < of_larger ? tile / (each + 1) : more + (tile - of_larger) / each;
+  }
+
+  DEV TilePlace place(const DecodeParams& p, int tile) const {
+    WorkOf32 w = work;
+    int first = 0;
+    while (tile >= w.total()) {
+      tile -= w.total();
+      w = WorkOf32(p, first += 32);
+    }
+    const int at = __ffs(__ballot_sync(0xffffffff, w.sum > tile)) - 1, batch = first + at;
+    tile -= __shfl_sync(0xffffffff, w.sum - w.own, at);
+    const int seqlen_k = num_keys(p, num_cached(p, batch));
+    for (int t = 0;; t++) {
+      const int n = num_tiles_of_rows(p, seqlen_k, t), of_all_heads = n * p.heads_k;
+      if (tile < of_all_heads) return {batch, t, tile / n, tile % n, n};
+      tile -= of_all_heads;
+    }
+  }
 };
 // A block has at most two items that it shares with others: its first, and its last.
 DEV i64 slot_of_part(int block, bool is_first) { return 2 * (i64)block + !is_first; }
@@ -207,7 +209,7 @@ struct DecodeItems {
       if (!is_valid) return;
       const int first = shares.first_tile(blockIdx.x);
       left = shares.first_tile(blockIdx.x + 1) - first;
-      const TilePlace place = place_of_tile(p, first);
+      const TilePlace place = shares.place(p, first);
       set(p, place.batch, place.row_tile, place.head_k);
       take(place.tile, place.num_tiles);
     }
@@ -236,7 +238,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const int head_k = (int)(at % p.heads_k);
     const i64 token = at / p.heads_k;
     const int batch = (int)(token / p.seqlen_new), cached = num_cached(p, batch);
-    const int key = cached + (int)(token % p.seqlen_new);
+    const int key = cached + (int)(token - (i64)batch * p.seqlen_new);
     if (key >= p.seqlen_k) continue;            // the cache is full
     const Cache cache(p, batch, cached);
     const int slot = cache.slot(key);
@@ -245,7 +247,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const T* k_new = cache.new_row((const T*)p.k_new, p.k_new_strides, head_k, key);
     const T* v_new = cache.new_row((const T*)p.v_new, p.v_new_strides, head_k, key);
     for (int col = threadIdx.x % 32; col < p.head_dim; col += 32) k[col] = k_new[col];
-    if (V_IS_K) continue;                       // values are the first columns of keys
-    for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
+    if constexpr (!V_IS_K)                      // else values are the first columns of keys
+      for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
   }
 }
