@@ -265,8 +265,7 @@ def attention_with_kvcache(problem: Problem, q: np.ndarray, k_cache: np.ndarray,
     """
     accumulate = np.dtype("float64" if problem.dtype == "float64" else "float32")
     batch, rows = q.shape[0], k_cache.shape[1]
-    capacity = rows if block_table is None else rows * block_table.shape[1]
-    cached = np.broadcast_to(np.asarray(capacity if cache_seqlens is None else cache_seqlens, np.int64), batch)
+    cached = np.broadcast_to(np.asarray(problem.seqlen_k if cache_seqlens is None else cache_seqlens, np.int64), batch)
     if k is not None:
         # All before any is read: requests may share pages.
         for b in range(batch):

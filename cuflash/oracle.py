@@ -453,18 +453,24 @@ def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens
     return out, lse, k_cache, v_cache
 
 
-def judge_with_kvcache(out, lse, q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None,
-                       block_table=None, causal=True, **options) -> Judgement:
+def judge_with_kvcache(out, lse, q, k_cache, v_cache, **options) -> Judgement:
     """Judge ``out`` and ``lse`` (or None) as what `attention_with_kvcache` gives, by the rules of `judge`.
 
     The caches are those before the call. A request without keys must have exactly 0, with an lse of -inf.
     """
+    return judge_of_kvcache(q, k_cache, v_cache, **options)(out, lse)
+
+
+def judge_of_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None,
+                     block_table=None, causal=True, **options):
+    """`judge_with_kvcache` as a function of (out, lse): for many results of one call the truth is computed once."""
     options = {"causal": causal, **options}
     requests, _, _ = _requests(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
     reference = np.zeros((*q.shape[:3], v_cache.shape[3]), q.dtype)
     for b, (keys, values) in enumerate(requests):
         reference[b] = unfused(q[b][None], keys[None], values[None], **options)[0][0]
-    return _judge(out, lse, *_exact_with_kvcache(q, v_cache.shape[3], requests, options), reference, q.dtype)
+    exact = _exact_with_kvcache(q, v_cache.shape[3], requests, options)
+    return lambda out, lse: _judge(out, lse, *exact, reference, q.dtype)
 
 
 def _requests(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table):

@@ -110,6 +110,9 @@ class Cpu:
         """An array over `memory`; strides and offset in bytes."""
         return np.ndarray(shape, dtype, memory, offset, strides)
 
+    def write(self, memory, data: np.ndarray) -> None:
+        memory[:] = data
+
     def fetch(self, memory, size: int) -> np.ndarray:
         return memory[:size].copy()
 
@@ -135,12 +138,15 @@ class Gpu:
         self.name = self.tier = tier
 
     def upload(self, data: np.ndarray):
+        memory = self.empty(data.size)
+        self.write(memory, data)
+        return memory
+
+    def write(self, memory, data: np.ndarray) -> None:
         import cupy
 
-        memory = self.empty(data.size)
         memory.copy_from_host(data.ctypes.data, data.size)
         cupy.cuda.Stream.null.synchronize()  # other streams do not wait for the copy
-        return memory
 
     def empty(self, size: int):
         import cupy
@@ -185,9 +191,9 @@ class Gpu:
         with config.force_tier(self.tier), cupy.cuda.using_allocator(guarded):
             result = function(*arrays, **options)
         for block, size in blocks:
-            data = self.fetch(block, size + 2 * BAND)
-            assert (data[:BAND] == POISON).all(), "written before the start of a result or of scratch"
-            assert (data[BAND + size :] == POISON).all(), "written past the end of a result or of scratch"
+            before, after = self.fetch(block, BAND), self.fetch(block + (BAND + size), BAND)
+            assert (before == POISON).all(), "written before the start of a result or of scratch"
+            assert (after == POISON).all(), "written past the end of a result or of scratch"
         return result
 
 
@@ -318,15 +324,24 @@ class Placed:
         self.strides = tuple(stride * self.dtype.itemsize for stride in strides)
         self.offset = BAND + layout.base + start * self.dtype.itemsize
         self.size = 2 * BAND + layout.base + span * self.dtype.itemsize
-        data = Cpu().empty(self.size)
-        data[:] = POISON
         if values is not None:
             for axis, name in enumerate("bshd"[4 - len(self.shape) :]):
                 if name in layout.expanded:
                     assert (values.astype(np.float64) == values.take([0], axis).astype(np.float64)).all()
-            self._inside(data)[...] = values
-        self.memory = backend.upload(data)
+        self.memory = backend.upload(self._around(values))
         self.array = backend.array(self.memory, self.dtype, self.shape, self.strides, self.offset)
+
+    def _around(self, values):
+        data = Cpu().empty(self.size)
+        data[:] = POISON
+        if values is not None:
+            self._inside(data)[...] = values
+        return data
+
+    def write(self, values) -> None:
+        """Other values into the same memory."""
+        assert values.shape == self.shape and values.dtype == self.dtype
+        self.backend.write(self.memory, self._around(values))
 
     def _inside(self, data):
         return np.ndarray(self.shape, self.dtype, data, self.offset, self.strides)
@@ -638,16 +653,19 @@ class Decoding:
             np.array([x[row] for row in rows], x.dtype).reshape(1, len(rows), *x.shape[2:]) for x in self.after()
         )
 
-    def alone(self, b: int):
-        """The same request in a batch of one, on the same caches."""
+    def only(self, requests):
+        """A batch of these requests, on the same caches."""
+        requests = np.array(requests, int)
         rows = {
-            name: None if (x := getattr(self, name)) is None else x[b : b + 1]
+            name: None if (x := getattr(self, name)) is None else x[requests]
             for name in ("q", "k", "v", "cache_batch_idx", "block_table")
         }
+        if self.values_are_keys and self.k is not None:
+            rows["v"] = rows["k"][..., : self.v.shape[3]]
         if self.block_table is None and self.cache_batch_idx is None:
-            rows["cache_batch_idx"] = np.array([b], np.int32)
+            rows["cache_batch_idx"] = requests.astype(np.int32)
         lengths = self.cache_seqlens
-        return dataclasses.replace(self, **rows, cache_seqlens=lengths[b : b + 1] if np.ndim(lengths) else lengths)
+        return dataclasses.replace(self, **rows, cache_seqlens=lengths[requests] if np.ndim(lengths) else lengths)
 
 
 def decoding(
@@ -659,6 +677,7 @@ def decoding(
     page_size=0,
     shared=0,
     capacity=None,
+    num_pages=0,
     by_index=False,
     length_dtype="int32",
     heads_q=4,
@@ -682,7 +701,7 @@ def decoding(
     if page_size:
         needed = -(-(lengths + new) // page_size)
         own = np.maximum(needed - shared, 0)
-        count = shared + int(own.sum()) + 3
+        count = max(num_pages, shared + int(own.sum()) + 3)
         pages = rng.permutation(count)
         max_pages = -(-capacity // page_size)
         table = np.where(np.arange(batch * max_pages) % 2, -1, 2**31 - 1).reshape(batch, max_pages).astype(np.int32)
@@ -741,6 +760,13 @@ class PlacedDecoding:
     def arrays(self):
         return self.q, self.k_cache, self.v_cache
 
+    def write(self, call: Decoding, *names: str) -> None:
+        """Another call of the same shapes into the same memory; or of it these arrays alone, the others being there."""
+        self.call = call
+        for name, x in self.placed.items():
+            if not names or name in names:
+                x.write(getattr(call, name))
+
     def verify(self) -> None:
         """Fails if the caches are not what the call leaves, or a byte of anything else, or around it, has changed."""
         k_cache, v_cache = self.call.after()
@@ -787,13 +813,18 @@ def check_kvcache(backend, call: Decoding, layouts=PLAIN, out: Layout | None = N
     return result, lse
 
 
-def assert_right_kvcache(result, lse, call: Decoding, *, num_splits=0, **options) -> None:
-    judgement = oracle.judge_with_kvcache(
-        result, lse, call.q, call.k_cache, call.v_cache, **call.named(), **options
-    )
+def assert_right_kvcache(result, lse, call: Decoding, *, num_splits=0, judge=None, **options) -> None:
+    """`judge` is that of the call and the options, if it has been made before."""
+    judge = judge or judge_of(call, **options)
+    judgement = judge(result, lse)
     lengths = [call.cached(b) for b in range(min(call.batch, 20))]
     where = f"q {call.q.shape}, caches {call.k_cache.shape}, {call.v_cache.shape}, lengths {lengths}, {call.q.dtype}"
     assert judgement.ok, f"{judgement.why} ({where}, num_splits {num_splits}, {options})"
+
+
+def judge_of(call: Decoding, **options):
+    """The oracle's judgement as a function of (out, lse)."""
+    return oracle.judge_of_kvcache(call.q, call.k_cache, call.v_cache, **call.named(), **options)
 
 
 # ------------------------------------------------------------------------------------------------------------

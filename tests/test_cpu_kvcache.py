@@ -158,7 +158,7 @@ def test_a_request_has_the_bits_it_has_alone(sizes, tiles):
     call = decoding("bfloat16", (70, 9, 33, 200), seqlen_q=3, new=3, **sizes)
     out, lse = decode(call)
     for b in range(call.batch):
-        alone, alone_lse = decode(call.alone(b))
+        alone, alone_lse = decode(call.only([b]))
         np.testing.assert_array_equal(alone[0], out[b])
         np.testing.assert_array_equal(alone_lse[0], lse[b])
 
