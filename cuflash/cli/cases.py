@@ -247,7 +247,7 @@ CASES = (
     _decoded("7 heads, 1 of keys", (130, 64), seqlen_q=2, heads_q=7, heads_k=1),
     _decoded("pages of 16", (300, 1, 65), page_size=16, quick=True),
     _decoded("pages of 1", (100, 0, 65), page_size=1),
-    _decoded("3 appended", (300, 0, 65), seqlen_q=3, new=3, quick=True),
+    _decoded("3 appended to rows", (300, 0, 65), seqlen_q=3, new=3, quick=True),
     _decoded("3 appended across pages", (15, 0, 47), seqlen_q=3, new=3, page_size=16, quick=True),
     _decoded("appended up to the end", (60, 60), seqlen_q=4, new=4, spare=0),
     _decoded("1 split", (300, 1, 65), num_splits=1),
@@ -257,7 +257,7 @@ CASES = (
     _decoded("softcap 2", (300, 20), seqlen_q=5, options={"softcap": 2.0}),
     _decoded("not causal", (300, 20), seqlen_q=5, options={"causal": False}),
     _decoded(
-        "NaN in keys that no query sees",
+        "NaN in unseen keys",
         (300, 290),
         seqlen_q=5,
         options={"window": (40, 0)},
@@ -267,7 +267,7 @@ CASES = (
     _decoded("head_dim 128", (300, 65), head_dim=128, head_dim_v=128, quick=True),
     _decoded("head_dim 65, of v 40", (300, 65), head_dim=65, head_dim_v=40),
     _decoded(
-        "transposed cache, rows of 8-byte alignment",
+        "heads outside, rows of 4 elements more",
         (300, 65),
         kv_layout="transposed",
         q_layout="pitched",
