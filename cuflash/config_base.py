@@ -105,7 +105,7 @@ def not_hopper(device: Device) -> str | None:
 
 def not_by_tma(problem: Problem, arrays: str) -> str | None:
     """Why TMA does not load ``arrays``; None if it does."""
-    if problem.alignment == 16 and problem.tma:
+    if problem.tma:
         return None
     return (f"TMA cannot address {arrays}: their addresses and strides must be multiples of 16 bytes, and strides neither "
             "negative nor 1 TiB or more")

@@ -84,7 +84,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class BackwardProblem(Problem):
-    """The gradients of a forward. ``alignment`` is that of q, k, v, out and dout, ``out_alignment`` of dq, dk and dv."""
+    """The gradients of a forward. ``alignment`` is that of q, k, v, out and dout, ``out_alignment`` of dq, dk and dv;
+    ``tma``: tensor maps can describe q, k, v and dout."""
 
     deterministic: bool = False
     has_dlse: bool = False
@@ -238,7 +239,7 @@ def _backward(fields: dict, inputs: dict[str, View], results: dict[str, View], s
     return BackwardProblem(
         **fields, alignment=min(alignment(view) for view in (*(inputs[name] for name in "qkv"), *results.values())),
         out_alignment=_alignment_of_written(fields, gradients),
-        tma=all(tma_addressable(view) for view in (*(inputs[name] for name in "qkv"), *results.values())),
+        tma=all(tma_addressable(view) for view in (*(inputs[name] for name in "qkv"), results["dout"])),
         deterministic=bool(deterministic),
         has_dlse=statistics["dlse"] is not None)
 
