@@ -92,11 +92,11 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of all items of a request.
-DEV i64 work_of_request(const DecodeParams& p, int batch) {
+// Tiles of all items of a request. Those of all requests are below 2^31: the host refuses more than there may be.
+DEV int work_of_request(const DecodeParams& p, int batch) {
   if (batch >= p.batch) return 0;
   const int seqlen_k = num_keys(p, num_cached(p, batch));
-  i64 tiles = 0;
+  int tiles = 0;
   for (int t = 0; t < p.num_row_tiles; t++) tiles += num_tiles_of_rows(p, seqlen_k, t);
   return tiles * p.heads_k;
 }
@@ -114,15 +114,15 @@ struct DecodeItem {
 struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
 
 // All lanes of a warp together. There is such a tile.
-DEV TilePlace place_of_tile(const DecodeParams& p, i64 tile) {
+DEV TilePlace place_of_tile(const DecodeParams& p, int tile) {
   const int lane = threadIdx.x % 32;
   int batch = 0;
   for (int first = 0; first < p.batch; first += 32) {
-    const i64 own = work_of_request(p, first + lane);
-    i64 sum = own;
+    const int own = work_of_request(p, first + lane);
+    int sum = own;
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const i64 other = __shfl_up_sync(0xffffffff, sum, step);
+      const int other = __shfl_up_sync(0xffffffff, sum, step);
       if (lane >= step) sum += other;
     }
     const u32 behind = __ballot_sync(0xffffffff, sum > tile);
@@ -134,39 +134,41 @@ DEV TilePlace place_of_tile(const DecodeParams& p, i64 tile) {
   const int seqlen_k = num_keys(p, num_cached(p, batch));
   for (int t = 0;; t++) {
     const int n = num_tiles_of_rows(p, seqlen_k, t);
-    if (tile < (i64)n * p.heads_k || t + 1 == p.num_row_tiles) return {batch, t, (int)(tile / n), (int)(tile % n), n};
-    tile -= (i64)n * p.heads_k;
+    if (tile < n * p.heads_k || t + 1 == p.num_row_tiles) return {batch, t, tile / n, tile % n, n};
+    tile -= n * p.heads_k;
   }
 }
 
 // The tiles of all items. All lanes of a warp together.
-DEV i64 total_work(const DecodeParams& p) {
-  i64 sum = 0;
+DEV int total_work(const DecodeParams& p) {
+  int sum = 0;
   for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) sum += work_of_request(p, batch);
   #pragma unroll
   for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
   return sum;
 }
 
-// Equal shares: of `work` tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
+// Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
 struct Shares {
-  i64 work;
-  int blocks;
-  DEV Shares(const DecodeParams& p) : work(total_work(p)), blocks((int)min(work, (i64)p.num_blocks)) {}
-  DEV i64 first_tile(int block) const { return work * block / blocks; }
+  int blocks, each, more;       // `more` blocks have one tile more
+  DEV Shares(const DecodeParams& p) {
+    const int work = total_work(p);
+    blocks = min(work, p.num_blocks), each = work / blocks, more = work % blocks;
+  }
+  DEV int first_tile(int block) const { return each * block + min(block, more); }
 };
 // A block has at most two items that it shares with others: its first, and its last.
 DEV i64 slot_of_part(int block, bool is_first) { return 2 * (i64)block + !is_first; }
 
 // FIXED_SPLITS: part `split` of an item's tiles; slots are numbered by item and part. A part may be empty: nobody computes it.
 DEV int split_begin(const DecodeParams& p, int num_tiles, int split) { return (int)((i64)num_tiles * split / p.num_splits); }
-DEV i64 num_parts(const DecodeParams& p) { return (i64)p.batch * p.num_row_tiles * p.heads_k * p.num_splits; }
+DEV int num_parts(const DecodeParams& p) { return p.batch * p.num_row_tiles * p.heads_k * p.num_splits; }
 
 // The items of this block, one after the other. All lanes of a warp together; each warp has its own.
 struct DecodeItems {
   DecodeItem item;
   bool is_valid;                // whether there is an item
-  i64 left;                     // tiles of the block behind the item; FIXED_SPLITS: the next part
+  int left;                     // tiles of the block behind the item; FIXED_SPLITS: the next part
   bool is_first;
 
   DEV void set(const DecodeParams& p, int batch, int row_tile, int head_k) {
@@ -177,7 +179,7 @@ struct DecodeItems {
   }
   // Of the item, `tile` and what the block has behind it.
   DEV void take(int tile, int num_tiles) {
-    const int count = (int)min((i64)(num_tiles - tile), left);
+    const int count = min(num_tiles - tile, left);
     left -= count;
     item.begin = item.tiles.begin + tile, item.end = item.begin + count;
     item.slot = count == num_tiles ? -1 : slot_of_part(blockIdx.x, is_first);
@@ -186,10 +188,8 @@ struct DecodeItems {
   DEV void next_part(const DecodeParams& p) {
     is_valid = false;
     for (; left < num_parts(p) && !is_valid; left += gridDim.x) {
-      const i64 of_item = left / p.num_splits;
-      const int split = (int)(left % p.num_splits), head_k = (int)(of_item % p.heads_k);
-      const i64 of_row_tile = of_item / p.heads_k;
-      set(p, (int)(of_row_tile / p.num_row_tiles), (int)(of_row_tile % p.num_row_tiles), head_k);
+      const int of_item = left / p.num_splits, split = left % p.num_splits, of_row_tile = of_item / p.heads_k;
+      set(p, of_row_tile / p.num_row_tiles, of_row_tile % p.num_row_tiles, of_item % p.heads_k);
       const int n = item.tiles.end - item.tiles.begin;
       const int begin = split_begin(p, n, split), end = split_begin(p, n, split + 1);
       item.begin = item.tiles.begin + begin, item.end = item.tiles.begin + end;
@@ -205,7 +205,7 @@ struct DecodeItems {
       const Shares shares(p);
       is_valid = blockIdx.x < shares.blocks, is_first = true;
       if (!is_valid) return;
-      const i64 first = shares.first_tile(blockIdx.x);
+      const int first = shares.first_tile(blockIdx.x);
       left = shares.first_tile(blockIdx.x + 1) - first;
       const TilePlace place = place_of_tile(p, first);
       set(p, place.batch, place.row_tile, place.head_k);
