@@ -89,6 +89,15 @@ def not_16_bit(problem: Problem) -> str | None:
     return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
 
 
+def no_tensor_cores(problem: Problem, device: Device) -> str | None:
+    """Why the device's warps have no tensor cores for the problem's dtype, one of 16 bits; None if they have."""
+    if device.compute_capability < (7, 5):
+        return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
+    if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
+        return "bfloat16 tensor cores need compute capability 8.0 or newer"
+    return None
+
+
 def not_hopper(device: Device) -> str | None:
     """Why the device has no wgmma; None if it has."""
     return None if device.compute_capability == (9, 0) else "needs compute capability 9.0 (wgmma, TMA)"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cuflash import tma
+from cuflash import launch, tma
 from cuflash.arrays import View
 from cuflash.memory import contiguous_strides, tma_addressable
 
@@ -29,6 +29,12 @@ class Map(NamedTuple):
     swizzle: int
     promotion: int
     fill: int
+
+
+def layout_of(kernel: str):
+    """The params record that a kernel is launched with."""
+    call = kernel.partition("_")[0]
+    return {"bwd": launch.BWD_PARAMS, "decode": launch.DECODE_PARAMS}.get(call, launch.FWD_PARAMS)
 
 
 class MadeUpDriver:
