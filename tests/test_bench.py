@@ -1430,6 +1430,17 @@ def test_what_cuflash_compiles_is_known_ahead(monkeypatch):
     )  # one variant compiles just as well when it is called
 
 
+@pytest.mark.parametrize("changes", CACHES)
+def test_the_problem_of_a_decoding_is_that_of_its_arrays(monkeypatch, changes):
+    monkeypatch.setattr(launch, "device_of", lambda index: config.DEVICES["sm_90"])
+    case = tiny_decode(**changes)
+    stated, chosen = run.choice_of(case, "cuflash-cupy", 0)
+    assert (stated.batch, stated.seqlen_q, stated.seqlen_k) == (3, 2 if case.seqlen_q > 1 else 1, 40)
+    assert (stated.page_size, stated.paged, stated.seqlen_new) == (case.page_size, case.page_size > 0, case.appended)
+    assert stated.v_is_k == case.v_is_k and stated.has_cache_seqlens and stated.decode_int64_lengths == 0
+    assert [kernel.kernel for kernel in config.kernels_of(stated, chosen)] == [chosen.kernel, "decode_combine"]
+
+
 @pytest.mark.parametrize("name, kernel, arch", [("cuflash", "fwd_sm90", "sm_90a"), ("cuflash/sm80", "fwd_sm80", "sm_90")])
 def test_the_record_has_the_kernel_as_it_was_compiled(monkeypatch, name, kernel, arch):
     monkeypatch.setattr(launch, "device_of", lambda index: config.DEVICES["sm_90"])
@@ -1714,6 +1725,18 @@ def test_cuflash_bench_of_gradients_and_packed_sequences(option, name):
     assert done.exit_code == 0, done.output
     (one,) = json.loads(done.stdout)["cases"]
     assert name in one["name"] and one["best_peer"] == "unfused"
+
+
+def test_cuflash_bench_of_decoding(tmp_path):
+    path = tmp_path / "bench.json"
+    done = CliRunner().invoke(command.bench, ["--device", "cpu", *SMALL_TABLE, "--decode", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(path.read_text())["cases"]
+    assert one["name"] == "d16 s1/32 b2 h2 causal" and one["best_peer"] == "unfused"
+    assert one["results"]["cuflash"]["tb_per_s"] > 0 and one["results"]["cuflash"]["queued"]["median_s"] > 0
+    assert "TB/s of keys and values" in done.output and "| us a call" in CliRunner().invoke(table.main, [str(path)]).output
+    refused = CliRunner().invoke(command.bench, ["--device", "cpu", "--decode", "--varlen"])
+    assert refused.exit_code == 2 and "--decode goes without --varlen" in refused.output
 
 
 def test_the_record_alone_on_standard_output():
