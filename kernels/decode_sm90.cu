@@ -37,7 +37,7 @@ constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim and kHeadDimV
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
 constexpr int kThreads = 384;
-constexpr int kLoaderRegisters = 80, kConsumerRegisters = 216;          // all that a block has
+constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;          // 504 by three: all that 168 a thread give a block
 constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
 static_assert(kBlockM == 64 && kBlockN == 64, "rows of a warpgroup; a panel of P");
 static_assert(kHeadDim == 576 && kHeadDimV == 512, "two halves of V of 256 columns, 64 columns past it");
