@@ -181,7 +181,7 @@ class Operation(NamedTuple):
     check_lengths: Callable | None = None       # (problem, NumPy arrays by name), on the host
     number: str = ""            # the array for which a number may stand: data of a call, not of what is prepared
     starts: tuple[tuple[int, int], ...] = ()    # pairs of arrays of which it matters whether both begin at one address
-    in_place: tuple[str, ...] = ()              # what only arrays that can be changed are given, besides `written`
+    only_mutable: tuple[str, ...] = ()          # of the arrays, those for frameworks only whose arrays change, besides `written`
 
 
 def _check_varlen(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:
@@ -316,7 +316,7 @@ def _validate(operation: Operation, door, given: tuple, options: dict, number) -
 def _refuse_changed(operation: Operation, door, given: tuple) -> None:
     """Raise if an array is given to be written, or one with which others are, of a framework whose arrays are not."""
     for name, x in zip(operation.arrays, given):
-        if name in (*operation.written, *operation.in_place) and x is not None:
+        if name in (*operation.written, *operation.only_mutable) and x is not None:
             raise TypeError(f"{name} is not supported for {door.framework} arrays; got {type(x).__name__}")
 
 

@@ -34,58 +34,71 @@ def _max_blocks_reason(max_blocks: int, device: Device) -> str:
 
 # --------------------------------------------------------------------------------------------------------------- sm80
 
-# (mtiles, warps_m) up to so many query rows of an item, for heads of up to 128 columns and for wider ones: 16 rows a warp and
-# mtile. Two mtiles read K and V from shared memory once for 32 rows; with wider heads their O would take all registers of a
-# warp, so that warps part the rows.
-_SM80_ROWS = ((16, (1, 1), (1, 1)), (32, (2, 1), (1, 2)), (MAX_SEQLEN, (2, 2), (1, 4)))
-_SM80_WARPS = 8
-_SM80_STAGES = 2, 6                 # at least: one lands while one is used; at most: what a multiprocessor needs on its way
-_SM80_GROUP_KEYS = 16               # keys of a tile that a group of warps has for itself
-_SM80_ITEMS = 80                    # DecodeItems of kernels/attn/decode.cuh
-_SM80_MERGE_PAD = 8                 # columns: against bank conflicts
-
-
-class _Sm80Tile(NamedTuple):
+class _Sm80Warps(NamedTuple):
     mtiles: int             # of 16 query rows each, of a warp
     warps_m: int            # that part the rows of an item
-    warps_n: int            # groups of them, that part the keys of a tile
-    stages: int
-    merge_cols: int         # columns of O that the groups join at a time
-    smem: int
+    warps_n: int            # groups of them, that part the keys of a tile; fewer where shared memory is short
+    group_keys: int         # keys of a tile that a group has for itself
+    keeps_q: bool = False   # Q stays in registers
+    merge_cols: int = 32    # columns of O that the groups join at a time, in the memory of Q or little more
 
     @property
     def block_m(self) -> int:
         return 16 * self.mtiles * self.warps_m
 
+
+# By query rows of an item, up to so many, and by the wider of the two padded head dims; where shared memory is short an item has
+# fewer rows. Two mtiles read K and V from shared memory once for 32 rows; with wider heads their O would take all registers of a
+# warp, so that warps part the rows. Q is kept where it and O leave registers to spare. With 32 keys a group waits half as often,
+# where their scores have registers.
+_SM80_WARPS = (
+    (16, {64: _Sm80Warps(1, 1, 8, 32, True), 128: _Sm80Warps(1, 1, 8, 16, True), 256: _Sm80Warps(1, 1, 8, 16)}),
+    (32, {64: _Sm80Warps(2, 1, 8, 32), 128: _Sm80Warps(2, 1, 8, 16), 256: _Sm80Warps(1, 2, 4, 16)}),
+    (MAX_SEQLEN, {64: _Sm80Warps(2, 2, 4, 32), 128: _Sm80Warps(2, 2, 4, 32, merge_cols=16), 256: _Sm80Warps(1, 4, 2, 16)}),
+)
+_SM80_STAGES = 2, 6                 # at least: one lands while one is used; at most: what a multiprocessor needs on its way
+_SM80_MERGE_PAD = 8                 # columns: against bank conflicts
+_SM80_ITEMS = 72                    # bytes of DecodeItems of kernels/attn/decode.cuh
+
+
+class _Sm80Tile(NamedTuple):
+    warps: _Sm80Warps
+    stages: int
+    smem: int
+
     @property
     def block_n(self) -> int:
-        return _SM80_GROUP_KEYS * self.warps_n
+        return self.warps.group_keys * self.warps.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps.warps_m * self.warps.warps_n
 
 
 def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile) -> int:
-    """Bytes of SharedStorage of kernels/decode_sm80.cu: K and V of the stages, Q, what groups join, the items of the block."""
+    """Bytes of SharedStorage of kernels/decode_sm80.cu: K and V of the stages; Q, or O of the groups; the max and the sum of
+    their rows; items of the block, two in turns, and of each warp.
+    """
+    block_m, groups = tile.warps.block_m, tile.warps.warps_n
     stages = 2 * tile.stages * tile.block_n * (head_dim + head_dim_v)
-    joined = 4 * tile.warps_n * tile.block_m * (tile.merge_cols + _SM80_MERGE_PAD + 2)      # O, the max and the sum of a row
-    return round_up(stages + 2 * tile.block_m * head_dim + joined + _SM80_ITEMS, 128)
+    queries, joined = 2 * block_m * head_dim, 4 * groups * block_m * (tile.warps.merge_cols + _SM80_MERGE_PAD)
+    return round_up(stages + max(queries, joined) + 8 * groups * block_m + _SM80_ITEMS * (2 + tile.threads // 32), 128)
 
 
 def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
-    """As many rows as the problem has, as many warps and then as many stages as fit; None if nothing does."""
+    """As many rows as the problem has, as many groups and then as many stages as fit; None if nothing does."""
     head_dim, head_dim_v = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
-    is_wide = max(head_dim, head_dim_v) > 128
-    wanted = next(place for place, (rows, *_) in enumerate(_SM80_ROWS) if problem.rows <= rows)
+    wanted = next(place for place, (rows, *_) in enumerate(_SM80_WARPS) if problem.rows <= rows)
     fewest, most = _SM80_STAGES
-    for _, *shapes in reversed(_SM80_ROWS[:wanted + 1]):
-        mtiles, warps_m = shapes[is_wide]
-        warps_n = _SM80_WARPS // warps_m
-        while warps_n:
-            merge_cols = 64 if mtiles * warps_m == 1 and head_dim_v % 64 == 0 else 32
+    for _, by_width in reversed(_SM80_WARPS[:wanted + 1]):
+        warps = next(warps for limit, warps in by_width.items() if max(head_dim, head_dim_v) <= limit)
+        while warps.warps_n:
             for stages in range(most, fewest - 1, -1):
-                tile = _Sm80Tile(mtiles, warps_m, warps_n, stages, merge_cols, 0)
+                tile = _Sm80Tile(warps, stages, 0)
                 smem = _sm80_smem(head_dim, head_dim_v, tile)
                 if smem <= device.smem_optin:
                     return tile._replace(smem=smem)
-            warps_n //= 2
+            warps = warps._replace(warps_n=warps.warps_n // 2)
     return None
 
 
@@ -101,31 +114,33 @@ def _refuse_sm80(problem: DecodeProblem, device: Device) -> str | None:
 
 def _sm80(problem: DecodeProblem, device: Device, refused) -> Config:
     tile = _sm80_tile(problem, device)
+    warps = tile.warps
     head_dim, head_dim_v = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
-    threads = 32 * tile.warps_m * tile.warps_n
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
         "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "MTILES": tile.mtiles, "WARPS_M": tile.warps_m,
-        "WARPS_N": tile.warps_n, "STAGES": tile.stages, "MERGE_COLS": tile.merge_cols, "MIN_BLOCKS": 1,
-        "SMEM_BYTES": tile.smem, "VEC_BYTES": problem.alignment, "OUT_VEC_BYTES": problem.out_alignment,
+        "BLOCK_M": warps.block_m, "BLOCK_N": tile.block_n, "MTILES": warps.mtiles, "WARPS_M": warps.warps_m,
+        "WARPS_N": warps.warps_n, "GROUP_KEYS": warps.group_keys, "KEEPS_Q": int(warps.keeps_q), "STAGES": tile.stages,
+        "MERGE_COLS": warps.merge_cols, "SMEM_BYTES": tile.smem, "VEC_BYTES": problem.alignment,
+        "OUT_VEC_BYTES": problem.out_alignment,
     }
     vec = ("16-byte copies" if problem.alignment == 16 else
            f"an address or stride is no multiple of 16 bytes: copies are {16 // problem.alignment} times as many")
     reasons = (
-        f"block_m = {tile.block_m}, mtiles = {tile.mtiles}, warps_m = {tile.warps_m}  # {problem.rows} query rows read a key "
-        "head; the more of them in an item, the less often is the cache read",
-        f"block_n = {tile.block_n}, warps_n = {tile.warps_n}  # each group of warps waits for its own {_SM80_GROUP_KEYS} keys",
+        f"block_m = {warps.block_m}, mtiles = {warps.mtiles}, warps_m = {warps.warps_m}, keeps_q = {int(warps.keeps_q)}  # "
+        f"{problem.rows} query rows read a key head; the more of them in an item, the less often is the cache read",
+        f"block_n = {tile.block_n}, warps_n = {warps.warps_n}, group_keys = {warps.group_keys}  # each group of warps waits "
+        "for its own keys and for nobody else",
         f"stages = {tile.stages}  # as many key tiles on their way as fit, up to {_SM80_STAGES[1]}",
-        f"merge_cols = {tile.merge_cols}  # columns of O that the groups of warps join at a time",
+        f"merge_cols = {warps.merge_cols}  # columns of O that the groups of warps join at a time",
         f"smem_bytes = {tile.smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v} in whole groups of 32",
         f"vec_bytes = {problem.alignment}  # {vec}",
         _max_blocks_reason(device.num_sms, device),
     )
-    return Config("decode_sm80", tuple(sorted(constants.items())), threads, tile.smem, "sm80", tile.block_m, tile.block_n, 1,
-                  reasons, refused, max_blocks=device.num_sms)
+    return Config("decode_sm80", tuple(sorted(constants.items())), tile.threads, tile.smem, "sm80", warps.block_m, tile.block_n,
+                  1, reasons, refused, max_blocks=device.num_sms)
 
 
 # --------------------------------------------------------------------------------------------------------------- sm90
@@ -222,10 +237,11 @@ def _simt_tile(problem: DecodeProblem, device: Device) -> _SimtTile:
     chunk_v = next(rows for rows in (16, 8, 4, 2, 1) if rows <= warp_keys and rows * head_dim_v * itemsize <= _SIMT_CHUNK_BYTES)
     buffer = max(warp_keys * chunk_k, chunk_v * head_dim_v) * itemsize
     stages = min(max(_SIMT_WARP_BYTES // buffer, 2), 4)
-    # Q; of each warp its buffers, in which O stands at the end; P and three numbers of each row.
-    smem = 4 * words * (block_m * head_dim + _SIMT_WARPS * block_m * (warp_keys + 3))
-    smem += _SIMT_WARPS * max(stages * buffer, 4 * words * block_m * head_dim_v)
-    blocks = 4 if block_m * head_dim_v <= 32 * 32 and words == 1 else 2         # above, the compiler spills
+    # Of each warp its buffers, in which O stands at the end, P and three numbers of each row; and Q.
+    of_warp = max(stages * buffer, 4 * words * block_m * head_dim_v) + 4 * words * block_m * (warp_keys + 3)
+    smem = 4 * words * block_m * head_dim + _SIMT_WARPS * round_up(of_warp, 16)
+    # With more blocks some kernels spill.
+    blocks = 2 if words == 2 or block_m * head_dim_v > 32 * 32 else 4 if block_m <= 2 else 3
     blocks = min(blocks, max(1, (device.smem_optin + BLOCK_RESERVED_SMEM) // (smem + BLOCK_RESERVED_SMEM)))
     return _SimtTile(head_dim, head_dim_v, block_m, keys, chunk_k, chunk_v, stages, blocks, smem)
 

@@ -121,4 +121,4 @@ _DECODE = Operation(
     ("k", "v", *_CONTENTS, "workspace", "out"), ("out",), problem.check_attention_with_kvcache, _run,
     lambda stated, x: cpu.attention_with_kvcache(stated, *(x[name] for name in _COMPUTED)),
     _CONTENTS, lambda stated, x: problem.check_cache_lengths(stated, *(x[name] for name in _CONTENTS)),
-    number="cache_seqlens", starts=((1, 2), (3, 4)), in_place=("k", "v", "workspace"))
+    number="cache_seqlens", starts=((1, 2), (3, 4)), only_mutable=("k", "v", "workspace"))

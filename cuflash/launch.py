@@ -117,6 +117,11 @@ def grid_of(problem: Problem, config: Config) -> int:
         raise ValueError(f"batch * heads * {side} tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {heads} * "
                          f"{tiles}: split the batch")
     if is_decode:
+        key_tiles = -(-problem.seqlen_k // config.block_n) + 1
+        for what, count in (("key tiles", key_tiles), ("num_splits", problem.num_splits)):
+            if grid * count > MAX_GRID:
+                raise ValueError(f"batch * heads of k_cache * query tiles * {what} must be at most {MAX_GRID}; got "
+                                 f"{problem.batch} * {heads} * {tiles} * {count}: split the batch")
         # Blocks share the keys of an item, or append where there is none.
         return min(grid * problem.num_splits, config.max_blocks) or config.max_blocks
     return min(grid, config.max_blocks or grid)

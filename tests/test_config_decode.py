@@ -36,7 +36,7 @@ COMMON = {
 }  # fmt: skip
 OWN = {
     "sm90": {"WHOLE_HEADS"},
-    "sm80": {"WHOLE_HEADS", "MTILES", "WARPS_M", "WARPS_N", "STAGES", "MERGE_COLS", "MIN_BLOCKS"},
+    "sm80": {"WHOLE_HEADS", "MTILES", "WARPS_M", "WARPS_N", "GROUP_KEYS", "KEEPS_Q", "STAGES", "MERGE_COLS"},
     "simt": {"WARPS", "KEYS", "CHUNK_K", "CHUNK_V", "STAGES", "MIN_BLOCKS"},
 }
 OF_COMBINE = COMMON - {"SCORE", "HEAD_DIM", "VEC_BYTES", "SMEM_BYTES"} | {"THREADS"}
@@ -64,8 +64,9 @@ def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
     assert blocks == 1 or blocks * (made.smem_bytes + 1024) <= device.smem_optin + 1024
     if made.tier == "sm80":
         mtiles, warps_m, warps_n = (constants[name] for name in ("MTILES", "WARPS_M", "WARPS_N"))
-        assert made.block_m == 16 * mtiles * warps_m and made.block_n == 16 * warps_n
-        assert made.threads == 32 * warps_m * warps_n <= 256 and 2 <= constants["STAGES"] <= 6
+        assert made.block_m == 16 * mtiles * warps_m and made.block_n == constants["GROUP_KEYS"] * warps_n
+        assert made.threads == 32 * warps_m * warps_n <= 512 and 2 <= constants["STAGES"] <= 6
+        assert constants["GROUP_KEYS"] in (16, 32) and constants["KEEPS_Q"] in (0, 1) and constants["KEEPS_Q"] * mtiles <= 1
         assert constants["HEAD_DIM"] % 32 == constants["HEAD_DIM_V"] % 32 == 0
         assert constants["HEAD_DIM_V"] % constants["MERGE_COLS"] == 0 and mtiles * max(stated.head_dim, stated.head_dim_v) <= 256
         padded = (constants["HEAD_DIM"], constants["HEAD_DIM_V"])
@@ -147,7 +148,7 @@ def test_a_forced_tier_says_why_it_refuses(stated, device, message):
 def test_the_rows_of_a_tile_are_those_of_the_problem(rows, expected, head_dim):
     made = choose(problem(head_dim=head_dim, seqlen_q=rows, heads_q=8), H200, "sm80")
     assert made.block_m == expected
-    assert constants_of(made)["MTILES"] == (1 if head_dim > 128 else min(2, expected // 16))
+    assert constants_of(made)["MTILES"] == 1 or head_dim <= 128
 
 
 def test_query_heads_that_share_a_key_head_are_rows():
@@ -240,6 +241,23 @@ def test_more_items_than_one_launch_counts():
     stated = problem(batch=2**20, heads_q=2**12, heads_k=2**12)
     with pytest.raises(ValueError, match=r"batch \* heads \* query tiles must be at most 2147483647; got 1048576 \* 4096 \* 1"):
         launch.steps_of(stated, choose(stated, H200))
+
+
+@pytest.mark.parametrize("tier, stated", WITH_TIERS)
+def test_more_tiles_than_the_kernels_count(tier, stated):
+    """Of all items, each with one more than its keys have: where a window begins inside of a tile."""
+    stated = dataclasses.replace(stated, seqlen_k=2**20, num_slots=4)
+    made = choose(stated, H200, tier)
+    items = -(-stated.rows // made.block_m) * stated.heads_k
+    key_tiles = 2**20 // made.block_n + 1
+    most = (2**31 - 1) // (items * key_tiles)
+    assert launch.grid_of(dataclasses.replace(stated, batch=most), made) == made.max_blocks
+    more = dataclasses.replace(stated, batch=most + 1)
+    with pytest.raises(ValueError, match=rf"query tiles \* key tiles must be at most .* \* {key_tiles}: split the batch"):
+        launch.grid_of(more, made)
+    short = dataclasses.replace(stated, seqlen_k=1, num_splits=4096, batch=(2**31 - 1) // (items * 4096) + 1)
+    with pytest.raises(ValueError, match=r"query tiles \* num_splits must be at most .* \* 4096: split the batch"):
+        launch.grid_of(short, made)
 
 
 STRIDES = {
