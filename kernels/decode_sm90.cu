@@ -19,6 +19,7 @@
 #include "attn/score.cuh"
 #include "ptx/arrive.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/dependent.cuh"
 #include "ptx/math.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
@@ -503,6 +504,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
     mbarrier_init_fence();
   }
   __syncthreads();
+  start_dependents();           // decode_combine finds its parts while these are computed
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
     set_fewer_registers<kLoaderRegisters>();
