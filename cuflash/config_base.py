@@ -48,6 +48,11 @@ class Kernel:
     smem_bytes: int
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it waits by itself for the kernel before it and so may start while that one ends."""
+        return self.kernel == "decode_combine"
+
+    @property
     def is_accelerated(self) -> bool:
         """Whether it has instructions of one architecture alone (sm_90a)."""
         return self.kernel.endswith("sm90")
@@ -89,6 +94,15 @@ def not_16_bit(problem: Problem) -> str | None:
     return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
 
 
+def no_tensor_cores(problem: Problem, device: Device) -> str | None:
+    """Why the device's warps have no tensor cores for the problem's dtype, one of 16 bits; None if they have."""
+    if device.compute_capability < (7, 5):
+        return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
+    if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
+        return "bfloat16 tensor cores need compute capability 8.0 or newer"
+    return None
+
+
 def not_hopper(device: Device) -> str | None:
     """Why the device has no wgmma; None if it has."""
     return None if device.compute_capability == (9, 0) else "needs compute capability 9.0 (wgmma, TMA)"
@@ -96,7 +110,7 @@ def not_hopper(device: Device) -> str | None:
 
 def not_by_tma(problem: Problem, arrays: str) -> str | None:
     """Why TMA does not load ``arrays``; None if it does."""
-    if problem.alignment == 16 and problem.tma:
+    if problem.tma:
         return None
     return (f"TMA cannot address {arrays}: their addresses and strides must be multiples of 16 bytes, and strides neither "
             "negative nor 1 TiB or more")

@@ -1,4 +1,4 @@
-// After a decoding kernel: the items of which several blocks have a part.
+// After a decoding kernel, and beside its end: the items of which several blocks have a part.
 //
 //   partial_out [slots, BLOCK_M, HEAD_DIM_V], partial_lse [slots, BLOCK_M]  ->  out, lse
 //
@@ -8,6 +8,7 @@
 // way, kBatch at a time, before it is known what they weigh. Sums are made in the same order every time.
 #include "attn/decode.cuh"
 #include "attn/merge.cuh"
+#include "ptx/dependent.cuh"
 #include "tile/simt.cuh"
 
 constexpr int kHeadDimV = HEAD_DIM_V;           // padded: of partial_out
@@ -35,9 +36,6 @@ struct Parts {
   }
 };
 
-// The block that has a tile.
-DEV int block_of_tile(const Shares& shares, i64 tile) { return (int)(((tile + 1) * shares.blocks - 1) / shares.work); }
-
 // All lanes of a warp together.
 DEV Parts find_parts(const DecodeParams& p) {
   Parts parts = {};
@@ -52,13 +50,12 @@ DEV Parts find_parts(const DecodeParams& p) {
     const Shares shares(p);
     const int block = blockIdx.x;
     if (block + 1 >= shares.blocks) return parts;
-    const i64 border = shares.first_tile(block + 1);
-    const TilePlace place = place_of_tile(p, border);
+    const int border = shares.first_tile(block + 1);
+    const TilePlace place = shares.place(p, border);
     if (place.tile == 0) return parts;          // between two items
-    const i64 begin = border - place.tile;
-    const int first_block = block_of_tile(shares, begin);
+    const int begin = border - place.tile, first_block = shares.block_of(begin);
     parts.batch = place.batch, parts.row_tile = place.row_tile, parts.head_k = place.head_k;
-    parts.count = block_of_tile(shares, begin + place.num_tiles - 1) - first_block + 1;
+    parts.count = shares.block_of(begin + place.num_tiles - 1) - first_block + 1;
     parts.share = block - first_block, parts.shares = parts.count - 1;
     parts.first = slot_of_part(first_block, shares.first_tile(first_block) == begin);
     parts.step = slot_of_part(first_block + 1, true);
@@ -119,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) decode_combine(const Deco
   __shared__ SharedStorage s;
   const Parts parts = find_parts(p);
   if (parts.count <= 1) return;
+  wait_for_kernel_before();
   const int first_row = parts.row_tile * kItemRows, rows = min(kItemRows, num_rows(p) - first_row);
   const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be below 1
   if (tasks <= 0) return;

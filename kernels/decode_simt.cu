@@ -15,6 +15,7 @@
 // Lane i knows where key i of its warp lies, or that no row sees it: then nothing is read and zeros stand there.
 #include "attn/decode.cuh"
 #include "attn/score.cuh"
+#include "ptx/dependent.cuh"
 #include "ptx/math.cuh"
 #include "tile/simt.cuh"
 
@@ -402,6 +403,7 @@ DEV void write_out(const SharedStorage& s, const DecodeParams& p, const DecodeIt
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) decode_simt(const DecodeParams p) {
   extern __shared__ __align__(16) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
+  start_dependents();           // decode_combine finds its parts while these are computed
   append<Element>(p);
   const ItemScore score(p);
   const int warp = uniform(threadIdx.x / 32);

@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from test_tma import MadeUpDriver, pointers_of
+from test_tma import MadeUpDriver, layout_of, pointers_of
 
 from cuflash import config, jit, launch, tma
 from cuflash import problem as problem_module
@@ -168,7 +168,7 @@ def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
             assert made.tier == "sm80" and [tier for tier, _ in made.refused] == ["sm90"]
 
 
-@pytest.mark.parametrize("change", [dict(alignment=8), dict(alignment=2), dict(tma=False)], ids=str)
+@pytest.mark.parametrize("change", [dict(alignment=8, tma=False), dict(tma=False)], ids=str)
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(
     "problem_of, arrays", [(problem, "q, k and v"), (backward, "q, k, v and dout")], ids=["forward", "backward"]
@@ -185,6 +185,12 @@ def test_arrays_that_tma_cannot_address_go_to_the_next_tier(problem_of, arrays, 
         assert dataclasses.replace(made, refused=()) == choose(stated, H200, "sm80")
         with pytest.raises(NotImplementedError, match=f"tier sm90: TMA cannot address {arrays}: "):
             choose(stated, H200, "sm90")
+
+
+def test_an_out_that_is_not_aligned_keeps_no_backward_from_tma():
+    """It is read by bwd_delta alone; that of an odd head_dim is never aligned."""
+    stated = backward(head_dim=65, alignment=2)
+    assert choose(stated, H200).tier == "sm90"
 
 
 def test_the_name_of_a_gpu_decides_nothing():
@@ -348,7 +354,7 @@ def test_no_keys_at_all():
         (problem("float16"), DEVICES["sm_89"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
         (problem("bfloat16"), DEVICES["sm_100"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
         (
-            problem("float16", alignment=8),
+            problem("float16", alignment=8, tma=False),
             H200,
             "tier sm90: TMA cannot address q, k and v: their addresses and strides must be multiples of 16 bytes, "
             "and strides neither negative nor 1 TiB or more",
@@ -487,10 +493,10 @@ def launched(stated, tier=None):
 def test_the_launches_of_a_call_in_their_order():
     assert list(launched(problem())) == ["fwd_sm90"] and list(launched(problem(), "sm80")) == ["fwd_sm80"]
     assert list(launched(problem(varlen=True))) == ["varlen_tiles", "fwd_sm90"]
-    assert list(launched(problem(varlen=True, alignment=4))) == ["varlen_tiles", "fwd_sm80"]
+    assert list(launched(problem(varlen=True, alignment=4, tma=False))) == ["varlen_tiles", "fwd_sm80"]
     assert list(launched(backward(), "simt")) == ["bwd_delta", "bwd_simt", "bwd_cast"]
     assert list(launched(backward(varlen=True))) == ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"]
-    assert list(launched(backward(alignment=8))) == ["bwd_delta", "bwd_sm80", "bwd_cast"]
+    assert list(launched(backward(alignment=8, tma=False))) == ["bwd_delta", "bwd_sm80", "bwd_cast"]
     assert launched(problem(varlen=True))["varlen_tiles"] == 1
 
 
@@ -652,7 +658,7 @@ class Driver(list):
 
     def launch_kernel(self, function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
         kernel = self.loaded[function][0]
-        layout = launch.BWD_PARAMS if "bwd" in kernel else launch.FWD_PARAMS
+        layout = layout_of(kernel)
         address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
         record = np.frombuffer(ctypes.string_at(address, layout.itemsize), layout)[0]
         self.append((kernel, grid, threads, smem, stream, record))

@@ -498,3 +498,16 @@ def test_flags_are_bools():
     packed, ends = q[0], np.array([0, 2], np.int32)
     with pytest.raises(TypeError, match="validate must be a bool; got 'no'"):
         cuflash.attention_varlen(packed, packed, packed, ends, ends, validate="no")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout", "out"])
+def test_out_needs_no_tensor_map(name):
+    """Of an odd head_dim cuflash's own is never aligned; it is read without one."""
+    made = {
+        other: x._replace(strides=(8 * 64, 64, 8, 1)) if len(x.shape) == 4 else x
+        for other, x in views().items()
+    }
+    assert check_attention_backward(**made).tma
+    made[name] = made[name]._replace(ptr=made[name].ptr + 4)
+    stated = check_attention_backward(**made)
+    assert stated.tma == (name == "out") and stated.alignment == 4

@@ -92,11 +92,11 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of all items of a request.
-DEV i64 work_of_request(const DecodeParams& p, int batch) {
+// Tiles of all items of a request. Those of all requests are below 2^31: the host refuses more than there may be.
+DEV int work_of_request(const DecodeParams& p, int batch) {
   if (batch >= p.batch) return 0;
   const int seqlen_k = num_keys(p, num_cached(p, batch));
-  i64 tiles = 0;
+  int tiles = 0;
   for (int t = 0; t < p.num_row_tiles; t++) tiles += num_tiles_of_rows(p, seqlen_k, t);
   return tiles * p.heads_k;
 }
@@ -113,60 +113,64 @@ struct DecodeItem {
 // A tile among those of all items, which lie in the order of requests, row tiles, key heads.
 struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
 
-// All lanes of a warp together. There is such a tile.
-DEV TilePlace place_of_tile(const DecodeParams& p, i64 tile) {
-  const int lane = threadIdx.x % 32;
-  int batch = 0;
-  for (int first = 0; first < p.batch; first += 32) {
-    const i64 own = work_of_request(p, first + lane);
-    i64 sum = own;
+// The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
+struct WorkOf32 {
+  int own, sum;
+  DEV WorkOf32(const DecodeParams& p, int first) : own(work_of_request(p, first + threadIdx.x % 32)), sum(own) {
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const i64 other = __shfl_up_sync(0xffffffff, sum, step);
-      if (lane >= step) sum += other;
+      const int other = __shfl_up_sync(0xffffffff, sum, step);
+      if (threadIdx.x % 32 >= step) sum += other;
     }
-    const u32 behind = __ballot_sync(0xffffffff, sum > tile);
-    const int at = behind ? __ffs(behind) - 1 : 31;
-    tile -= __shfl_sync(0xffffffff, behind ? sum - own : sum, at);
-    batch = first + at;
-    if (behind) break;
   }
-  const int seqlen_k = num_keys(p, num_cached(p, batch));
-  for (int t = 0;; t++) {
-    const int n = num_tiles_of_rows(p, seqlen_k, t);
-    if (tile < (i64)n * p.heads_k || t + 1 == p.num_row_tiles) return {batch, t, (int)(tile / n), (int)(tile % n), n};
-    tile -= (i64)n * p.heads_k;
-  }
-}
+  DEV int total() const { return __shfl_sync(0xffffffff, sum, 31); }
+};
 
-// The tiles of all items. All lanes of a warp together.
-DEV i64 total_work(const DecodeParams& p) {
-  i64 sum = 0;
-  for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) sum += work_of_request(p, batch);
-  #pragma unroll
-  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-  return sum;
-}
-
-// Equal shares: of `work` tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
+// Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
 struct Shares {
-  i64 work;
-  int blocks;
-  DEV Shares(const DecodeParams& p) : work(total_work(p)), blocks((int)min(work, (i64)p.num_blocks)) {}
-  DEV i64 first_tile(int block) const { return work * block / blocks; }
+  WorkOf32 work;                // of the first requests: often of all
+  int blocks, each, more;       // `more` blocks have one tile more
+
+  DEV Shares(const DecodeParams& p) : work(p, 0) {
+    int total = work.total();
+    for (int first = 32; first < p.batch; first += 32) total += WorkOf32(p, first).total();
+    blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
+  }
+  DEV int first_tile(int block) const { return each * block + min(block, more); }
+  DEV int block_of(int tile) const {
+    const int of_larger = more * (each + 1);
+    return tile < of_larger ? tile / (each + 1) : more + (tile - of_larger) / each;
+  }
+
+  DEV TilePlace place(const DecodeParams& p, int tile) const {
+    WorkOf32 w = work;
+    int first = 0;
+    while (tile >= w.total()) {
+      tile -= w.total();
+      w = WorkOf32(p, first += 32);
+    }
+    const int at = __ffs(__ballot_sync(0xffffffff, w.sum > tile)) - 1, batch = first + at;
+    tile -= __shfl_sync(0xffffffff, w.sum - w.own, at);
+    const int seqlen_k = num_keys(p, num_cached(p, batch));
+    for (int t = 0;; t++) {
+      const int n = num_tiles_of_rows(p, seqlen_k, t), of_all_heads = n * p.heads_k;
+      if (tile < of_all_heads) return {batch, t, tile / n, tile % n, n};
+      tile -= of_all_heads;
+    }
+  }
 };
 // A block has at most two items that it shares with others: its first, and its last.
 DEV i64 slot_of_part(int block, bool is_first) { return 2 * (i64)block + !is_first; }
 
 // FIXED_SPLITS: part `split` of an item's tiles; slots are numbered by item and part. A part may be empty: nobody computes it.
 DEV int split_begin(const DecodeParams& p, int num_tiles, int split) { return (int)((i64)num_tiles * split / p.num_splits); }
-DEV i64 num_parts(const DecodeParams& p) { return (i64)p.batch * p.num_row_tiles * p.heads_k * p.num_splits; }
+DEV int num_parts(const DecodeParams& p) { return p.batch * p.num_row_tiles * p.heads_k * p.num_splits; }
 
 // The items of this block, one after the other. All lanes of a warp together; each warp has its own.
 struct DecodeItems {
   DecodeItem item;
   bool is_valid;                // whether there is an item
-  i64 left;                     // tiles of the block behind the item; FIXED_SPLITS: the next part
+  int left;                     // tiles of the block behind the item; FIXED_SPLITS: the next part
   bool is_first;
 
   DEV void set(const DecodeParams& p, int batch, int row_tile, int head_k) {
@@ -177,7 +181,7 @@ struct DecodeItems {
   }
   // Of the item, `tile` and what the block has behind it.
   DEV void take(int tile, int num_tiles) {
-    const int count = (int)min((i64)(num_tiles - tile), left);
+    const int count = min(num_tiles - tile, left);
     left -= count;
     item.begin = item.tiles.begin + tile, item.end = item.begin + count;
     item.slot = count == num_tiles ? -1 : slot_of_part(blockIdx.x, is_first);
@@ -186,10 +190,8 @@ struct DecodeItems {
   DEV void next_part(const DecodeParams& p) {
     is_valid = false;
     for (; left < num_parts(p) && !is_valid; left += gridDim.x) {
-      const i64 of_item = left / p.num_splits;
-      const int split = (int)(left % p.num_splits), head_k = (int)(of_item % p.heads_k);
-      const i64 of_row_tile = of_item / p.heads_k;
-      set(p, (int)(of_row_tile / p.num_row_tiles), (int)(of_row_tile % p.num_row_tiles), head_k);
+      const int of_item = left / p.num_splits, split = left % p.num_splits, of_row_tile = of_item / p.heads_k;
+      set(p, of_row_tile / p.num_row_tiles, of_row_tile % p.num_row_tiles, of_item % p.heads_k);
       const int n = item.tiles.end - item.tiles.begin;
       const int begin = split_begin(p, n, split), end = split_begin(p, n, split + 1);
       item.begin = item.tiles.begin + begin, item.end = item.tiles.begin + end;
@@ -205,9 +207,9 @@ struct DecodeItems {
       const Shares shares(p);
       is_valid = blockIdx.x < shares.blocks, is_first = true;
       if (!is_valid) return;
-      const i64 first = shares.first_tile(blockIdx.x);
+      const int first = shares.first_tile(blockIdx.x);
       left = shares.first_tile(blockIdx.x + 1) - first;
-      const TilePlace place = place_of_tile(p, first);
+      const TilePlace place = shares.place(p, first);
       set(p, place.batch, place.row_tile, place.head_k);
       take(place.tile, place.num_tiles);
     }
@@ -236,7 +238,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const int head_k = (int)(at % p.heads_k);
     const i64 token = at / p.heads_k;
     const int batch = (int)(token / p.seqlen_new), cached = num_cached(p, batch);
-    const int key = cached + (int)(token % p.seqlen_new);
+    const int key = cached + (int)(token - (i64)batch * p.seqlen_new);
     if (key >= p.seqlen_k) continue;            // the cache is full
     const Cache cache(p, batch, cached);
     const int slot = cache.slot(key);
@@ -245,7 +247,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const T* k_new = cache.new_row((const T*)p.k_new, p.k_new_strides, head_k, key);
     const T* v_new = cache.new_row((const T*)p.v_new, p.v_new_strides, head_k, key);
     for (int col = threadIdx.x % 32; col < p.head_dim; col += 32) k[col] = k_new[col];
-    if (V_IS_K) continue;                       // values are the first columns of keys
-    for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
+    if constexpr (!V_IS_K)                      // else values are the first columns of keys
+      for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
   }
 }
