@@ -36,7 +36,7 @@ struct Row {
   DEV i64 offset(const Strides& s) const { return batch * s.batch + row * s.row + head * s.head; }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) merge(const MergeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) merge(const MergeParams p) {
   const u32 lane = threadIdx.x % 32, index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   if (index >= (u32)p.batch * p.seqlen * p.heads) return;
   const u32 row_of_all = index / p.heads;
