@@ -112,7 +112,7 @@ DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, 
   if (p.lse && col == 0) ((R*)p.lse)[((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query] = lse;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) decode_combine(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
   const Parts parts = find_parts(p);
   if (parts.count <= 1) return;

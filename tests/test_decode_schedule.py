@@ -1,0 +1,117 @@
+"""Which block of a decoding kernel computes what, and which parts decode_combine joins: kernels/attn/decode.cuh on the host.
+
+Compiled by g++ with 32 coroutines for the lanes of a warp; of lengths, heads, rows, masks and splits at random:
+every key tile that rows see is computed once, no two parts write to one slot, and all that must be joined is, in order.
+"""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+from emulation import library, needs_compiler
+
+from cuflash import launch
+
+BLOCK_M, BLOCK_N = 8, 16
+CASES = 40
+
+pytestmark = needs_compiler
+
+
+def compiled(left, right, fixed, appends):
+    constants = dict(DTYPE=2, VARLEN=0, PAGED=0, V_IS_K=0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HEAD_DIM_V=64, OUT_VEC_BYTES=16)
+    constants |= dict(THREADS=256, MASK_LEFT=left, MASK_RIGHT=right, FIXED_SPLITS=fixed, APPENDS=appends, __shared__="static")
+    return library("schedule.cpp", tuple(sorted((constants | {"ASYNCHRONOUS": 1}).items())))
+
+
+def noted(function, record, blocks, columns):
+    """The rows that a function of the library notes."""
+    params = ctypes.create_string_buffer(record.tobytes(), record.nbytes)
+    found = np.zeros(1 << 20, np.int32)
+    size = function(params, blocks, found.ctypes.data_as(ctypes.c_void_p), found.size)
+    assert size <= found.size
+    return [tuple(row) for row in found[:size].reshape(-1, columns).tolist()]
+
+
+def draw(rng, left, right, fixed, appends):
+    """(record, lengths of the requests before and after appending, arrays to keep alive)"""
+    batch = int(rng.choice([1, 2, 5] if fixed else [1, 2, 5, 33, 70]))
+    capacity = int(rng.choice([1, 15, 16, 17, 100, 700 if batch < 10 else 40]))
+    cached = rng.integers(0, capacity + 1, batch).astype(np.int32)
+    cached[rng.random(batch) < 0.3] = rng.choice([0, 1, capacity, capacity + 9, -5])
+    record = np.zeros((), launch.DECODE_PARAMS)
+    heads_k, group, seqlen_q = int(rng.choice([1, 2, 3])), int(rng.choice([1, 3, 4, 8])), int(rng.choice([1, 1, 2, 5, 16]))
+    sizes = dict(batch=batch, seqlen_q=seqlen_q, seqlen_k=capacity, heads_q=heads_k * group, heads_k=heads_k)
+    sizes |= dict(window_left=int(rng.choice([0, 3, 40])), window_right=int(rng.choice([0, 2])), num_slots=batch)
+    sizes |= dict(seqlen_new=int(rng.choice([1, 4, 30])), num_splits=int(rng.choice([1, 2, 3, 8, 40])))
+    sizes |= dict(num_row_tiles=-(-seqlen_q * group // BLOCK_M), num_blocks=int(rng.choice([1, 2, 7, 13, 64])))
+    if fixed:
+        parts = batch * sizes["num_row_tiles"] * heads_k * sizes["num_splits"]
+        sizes["num_blocks"] = min(sizes["num_blocks"], parts)
+    for name, value in sizes.items():
+        record[name] = value
+    record["cache_seqlens"] = cached.ctypes.data
+    lengths = np.clip(cached, 0, capacity)
+    if appends:
+        lengths = np.minimum(lengths + sizes["seqlen_new"], capacity)
+    return record, lengths.tolist(), cached
+
+
+def tiles_seen(record, left, right, length, row_tile):
+    """(first, end) of the key tiles that rows of an item see; one if they see none."""
+    group = int(record["heads_q"]) // int(record["heads_k"])
+    rows = range(row_tile * BLOCK_M, min((row_tile + 1) * BLOCK_M, int(record["seqlen_q"]) * group))
+    seen = []
+    for query in sorted({row // group for row in rows}):
+        at = query + length - int(record["seqlen_q"])
+        first = max(at - int(record["window_left"]), 0) if left else 0
+        end = min(at + int(record["window_right"]) + 1, length) if right else length
+        seen.append((first, end))
+    first = min(first for first, _ in seen) // BLOCK_N
+    return first, max(-(-max(end for _, end in seen) // BLOCK_N), first + 1)
+
+
+# Lengths and masks do not depend on each other: one mask is enough where keys are appended.
+OPTIONS = [(*masks, 0) for masks in itertools.product([0, 1], [0, 1], [0, 1])] + [(1, 1, 0, 1), (1, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("left, right, fixed, appends", OPTIONS)
+def test_every_tile_once(left, right, fixed, appends):
+    functions, rng = compiled(left, right, fixed, appends), np.random.default_rng(8 * left + 4 * right + 2 * fixed + appends)
+    for _ in range(CASES):
+        record, lengths, _held = draw(rng, left, right, fixed, appends)
+        blocks, splits, heads_k = (int(record[name]) for name in ("num_blocks", "num_splits", "heads_k"))
+        items = list(itertools.product(range(len(lengths)), range(int(record["num_row_tiles"])), range(heads_k)))
+        expected = {item: tiles_seen(record, left, right, lengths[item[0]], item[1]) for item in items}
+        done, work = {item: [] for item in items}, [0] * blocks
+        for block, *item, item_begin, item_end, begin, end, slot in noted(functions.items, record, blocks, 9):
+            assert expected[tuple(item)] == (item_begin, item_end) and begin < end
+            done[tuple(item)].append((begin, end, slot))
+            work[block] += end - begin
+
+        slots = set()
+        for number, (item, (first, end)) in enumerate(expected.items()):
+            parts = sorted(done[item])
+            assert [begin for begin, _, _ in parts] == [first, *(part_end for _, part_end, _ in parts[:-1])]
+            assert parts[-1][1] == end, "the parts follow each other"
+            if len(parts) == 1:
+                assert parts[0][2] == -1, "who has all of an item writes the outputs"
+                continue
+            of_item = {slot for _, _, slot in parts}
+            limit = range(number * splits, (number + 1) * splits) if fixed else range(2 * blocks)
+            assert len(of_item) == len(parts) and not of_item & slots and all(slot in limit for slot in of_item)
+            slots |= of_item
+        if not fixed:
+            assert max(work) - min(work) <= 1, "equal shares"
+
+        found = {}
+        num_blocks = len(items) if fixed else blocks - 1
+        for *item, share, shares, part, slot in noted(functions.parts, record, num_blocks, 7):
+            found.setdefault(tuple(item), {}).setdefault((share, shares), []).append((part, slot))
+        assert set(found) == {item for item in items if len(done[item]) > 1}
+        for item, by_share in found.items():
+            slots_in_order = [slot for _, _, slot in sorted(done[item])]
+            assert all(parts == list(enumerate(slots_in_order)) for parts in by_share.values())
+            shares = 1 if fixed else len(slots_in_order) - 1
+            assert sorted(by_share) == [(share, shares) for share in range(shares)], "all tasks are somebody's, once"
