@@ -280,7 +280,8 @@ class Launch:
         """``early``: the device lets kernels start early that can."""
         from cupy_backends.cuda.api.driver import launchKernel
         self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
-        memory = ctypes.create_string_buffer(BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
+        with_maps = BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES
+        memory = ctypes.create_string_buffer(max(params.nbytes, with_maps) + 64)
         start = -ctypes.addressof(memory) % 64          # tensor maps want it
         self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
         self._params[:params.nbytes] = params.tobytes()

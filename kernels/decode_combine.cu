@@ -2,10 +2,10 @@
 //
 //   partial_out [slots, BLOCK_M, HEAD_DIM_V], partial_lse [slots, BLOCK_M]  ->  out, lse
 //
-// A block finds the item that the border between two shares splits (FIXED_SPLITS: its own item). Whoever has a border of the
-// same item shares its tasks: a task is a row, and of it the columns of a warp. Where a block has fewer tasks than warps, several
-// warps take every so many parts each, and then add up. It is latency that counts: outputs of parts are on their way, kBatch at
-// a time, before it is known what they weigh. Sums are made in the same order every time.
+// A block finds the item that the border between two shares splits (FIXED_SPLITS: its own item). All that have a border of the
+// same item share its tasks: a task is a row, and of it the columns of a warp. Where a block has fewer tasks than warps,
+// several take one, each every so many of its parts, and then add up. Latency is what counts: outputs of parts are on their
+// way, kBatch at a time, before it is known what they weigh. Sums are made in the same order every time.
 #include "attn/decode.cuh"
 #include "attn/merge.cuh"
 #include "ptx/dependent.cuh"
@@ -29,8 +29,9 @@ struct Parts {
   i64 first, step;              // FIXED_SPLITS: slot of split 0, tiles of the item; else slots of parts 0 and 1
 
   DEV i64 slot(const DecodeParams& p, int part) const {
-    // With fewer tiles than splits a part is a tile: the last split that begins at or before it.
-    if constexpr (kFixedSplits) return first + (step < p.num_splits ? ((part + 1) * (i64)p.num_splits + step - 1) / step - 1 : part);
+    // With fewer tiles than splits a part is a tile, and its split the last that begins at or before it.
+    if constexpr (kFixedSplits)
+      return first + (step < p.num_splits ? ((part + 1) * (i64)p.num_splits + step - 1) / step - 1 : part);
     return part == 0 ? first : step + slot_of_part(part - 1, true);
   }
 };
@@ -40,7 +41,8 @@ DEV Parts find_parts(const DecodeParams& p) {
   Parts parts = {};
   if constexpr (kFixedSplits) {
     const int item = blockIdx.x, of_row_tile = item / p.heads_k;
-    parts.head_k = item % p.heads_k, parts.row_tile = of_row_tile % p.num_row_tiles, parts.batch = of_row_tile / p.num_row_tiles;
+    parts.batch = of_row_tile / p.num_row_tiles, parts.row_tile = of_row_tile % p.num_row_tiles;
+    parts.head_k = item % p.heads_k;
     const int num_tiles = num_tiles_of_rows(p, num_keys(p, num_cached(p, parts.batch)), parts.row_tile);
     parts.count = min(num_tiles, p.num_splits), parts.shares = 1;
     parts.first = (i64)item * p.num_splits, parts.step = num_tiles;
@@ -99,13 +101,13 @@ DEV Vec<R, kVec> add_parts(const DecodeParams& p, const Parts& parts, int i, int
 
 DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, const Vec<R, kVec>& x, R lse) {
   const int group = group_of(p), query = row / group, head = parts.head_k * group + row % group;
-  Element* gO = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head + col;
+  Element* gO = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head;
   #pragma unroll
   for (int c = 0; c < kVec; c += kStore) {
     Vec<Element, kStore> y;
     #pragma unroll
     for (int e = 0; e < kStore; e++) from_real(y.x[e], x.x[c + e]);
-    if (col + c < p.head_dim_v) *(Vec<Element, kStore>*)(gO + c) = y;
+    if (col + c < p.head_dim_v) *(Vec<Element, kStore>*)(gO + col + c) = y;
   }
   if (p.lse && col == 0) ((R*)p.lse)[((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query] = lse;
 }
@@ -116,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) decode_combine(const Deco
   if (parts.count <= 1) return;
   wait_for_kernel_before();
   const int first_row = parts.row_tile * kItemRows, rows = min(kItemRows, num_rows(p) - first_row);
-  const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be 0 or less
+  const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be below 1
   if (tasks <= 0) return;
   const int sharing = max(kWarps / tasks, 1), at_once = kWarps / sharing;       // warps of a task, tasks
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;

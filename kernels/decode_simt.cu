@@ -3,8 +3,8 @@
 //   q [batch, seqlen_q, heads_q, head_dim], a cache of keys and values, new ones  ->  out, lse, or partial results of them
 //
 // A block computes items one after the other: kBlockM rows, of the query heads that share a key head, on tiles of kBlockN keys
-// (attn/decode.cuh says which). Each warp has its own kWarpKeys keys of every tile and goes over them alone: its own copies, its
-// own softmax, its own O of all rows and columns. No barrier stands in the loop; at the end of an item the warps merge.
+// (attn/decode.cuh says which). A warp has its own kWarpKeys keys of every tile and goes over them alone: own copies, own
+// softmax, own O of all rows and columns. No barrier stands in the loop; at the end of an item the warps merge.
 //   Columns of K, then keys of V, come in chunks through kStages buffers of the warp, as Elements:
 //     wait for chunk c; the warp meets (c has landed, c - 1 has been read); start copying c + kStages - 1; multiply by c.
 //   S: lanes are 4 along keys by 8 along columns. A lane sums all rows x kKeys keys over its columns of K; then the 8 add up,
@@ -51,18 +51,20 @@ static_assert(kStages >= 2, "one is read while another is filled");
 
 using ItemScore = Score<SCORE, R>;
 
-struct alignas(16) WarpStorage {
-  union {
-    Element sKV[kStages][larger(kBufferK, kBufferV)];   // kWarpKeys keys of kChunkK, swizzled, or kChunkV of kHeadDimV
-    R sO[kBlockM][kHeadDimV];                   // at the end of an item
-  };
-  R sP[kWarpKeys][kBlockM];
-  R sAlpha[kBlockM];                            // O shrinks by
-  R sMax[kBlockM], sSum[kBlockM];               // at the end of an item
+union Buffers {
+  Element sKV[kStages][larger(kBufferK, kBufferV)];     // kWarpKeys keys of kChunkK, swizzled, or kChunkV of kHeadDimV
+  R sO[kBlockM][kHeadDimV];                     // at the end of an item
+};
+// What lanes of a warp tell each other of rows.
+struct RowFacts {
+  R alpha[kBlockM];                             // O shrinks by
+  R max[kBlockM], sum[kBlockM];                 // at the end of an item
 };
 struct alignas(16) SharedStorage {
   R sQ[kBlockM][kHeadDim];                      // columns by q_place
-  WarpStorage warps[kWarps];
+  Buffers sBuffers[kWarps];
+  R sP[kWarps][kWarpKeys][kBlockM];
+  RowFacts sRows[kWarps];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config_decode.py disagrees on shared memory");
 
@@ -82,12 +84,13 @@ DEV int lane_row() { return lane_n(thread_index()) / (kLanesN / kBlockM); }
 
 // --------------------------------------------------------------------------------------------------------- loading keys
 
-// Rows `first` ... of those that lanes know, kCols columns each, of which the first `cols` exist. `src` is the lane's own.
+// Rows from `first` on of those that lanes know, kColumns each, of which the first `cols` exist. `src` is the lane's own.
+// kBatch reads are in flight where copies are not asynchronous.
 template <int kRows, int kColumns, bool kSwizzled>
 DEV void load_rows(Element* dst, const Element* src, u32 is_read, int first, int cols) {
   constexpr bool kAsync = kHasCpAsync && VEC_BYTES >= 4;
   constexpr int kVecs = kColumns / kPart, kEven = kVecs & -kVecs, kAcross = kEven < 32 ? kEven : 32;
-  constexpr int kSteps = kRows * kVecs / 32, kBatch = kAsync || kSteps < 4 ? 1 : 4;     // kBatch loads in flight
+  constexpr int kSteps = kRows * kVecs / 32, kBatch = kAsync ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 2 == 0 ? 2 : 1;
   static_assert(kRows * kVecs % 32 == 0 && kSteps % kBatch == 0, "every lane copies as much");
   const int lane = thread_index() % 32;
   #pragma unroll (kAsync ? 4 : 1)
@@ -120,7 +123,7 @@ DEV void load_rows(Element* dst, const Element* src, u32 is_read, int first, int
 // The chunks of a warp's keys, one after the other through its buffers.
 struct Chunks {
   const DecodeParams& p;
-  WarpStorage& s;
+  Buffers& s;
   const Cache cache;
   int head_k, key_begin, key_end;               // keys that some row sees
   int tile, tile_end, chunk;                    // what is copied next
@@ -129,9 +132,9 @@ struct Chunks {
   const Element *gK, *gV;                       // the lane's key
   u32 is_read;                                  // by lanes: whether it is one that some row sees
 
-  DEV Chunks(const DecodeParams& params, WarpStorage& storage, const DecodeItem& item, int key_begin_, int key_end_, int begin,
+  DEV Chunks(const DecodeParams& params, Buffers& buffers, const DecodeItem& item, int key_begin_, int key_end_, int begin,
              int end)
-      : p(params), s(storage), cache(params, item.batch, item.cached), head_k(item.head_k), key_begin(key_begin_),
+      : p(params), s(buffers), cache(params, item.batch, item.cached), head_k(item.head_k), key_begin(key_begin_),
         key_end(key_end_), tile(begin), tile_end(end), chunk(0), filled(0), used(kStages - 1) {
     find_slot(begin);
     #pragma unroll 1
@@ -165,7 +168,8 @@ struct Chunks {
         find_slot(tile + 1);
       }
       Element* dst = s.sKV[filled];
-      if (chunk < kChunksK) load_rows<kWarpKeys, kChunkK, true>(dst, gK + chunk * kChunkK, is_read, 0, p.head_dim - chunk * kChunkK);
+      const int col = chunk * kChunkK;
+      if (chunk < kChunksK) load_rows<kWarpKeys, kChunkK, true>(dst, gK + col, is_read, 0, p.head_dim - col);
       else load_rows<kChunkV, kHeadDimV, false>(dst, gV, is_read, (chunk - kChunksK) * kChunkV, p.head_dim_v);
       if (++chunk == kChunksK + kChunksV) chunk = 0, tile++;
     }
@@ -206,8 +210,8 @@ DEV void multiply_qk(R (&rS)[kBlockM][kKeys], const R* sQ, const Element* sK) {
   }
 }
 
-// Adds up the parts of S of the 8 lanes along columns, by the bits kLane of a lane. A lane gives half of its kRows rows away each
-// time; row 0 of rS is at last that of lane_row().
+// Adds up the parts of S of the 8 lanes along columns, bit by bit of lane_n. Each time a lane gives half of its kRows rows
+// away; row 0 of rS is at last that of lane_row().
 template <int kRows = kBlockM, int kLane = 8> DEV void add_columns(R (&rS)[kBlockM][kKeys]) {
   constexpr int kKept = kRows > 1 ? kRows / 2 : 1;
   const bool upper = thread_index() & kLane;
@@ -222,7 +226,8 @@ template <int kRows = kBlockM, int kLane = 8> DEV void add_columns(R (&rS)[kBloc
 }
 
 // P of the lane's row in place of raw products, to shared memory; max, sum and O follow. `key` is the lane's first.
-DEV void softmax(Rows& rows, R (&x)[kKeys], WarpStorage& s, const ItemScore& score, int key, int key_begin, int key_end) {
+DEV void softmax(Rows& rows, R (&x)[kKeys], SharedStorage& s, int warp, const ItemScore& score, int key, int key_begin,
+                 int key_end) {
   R max = -infinity(R());
   const auto visible = [=](int j) { return (key + j * kLanesM >= key_begin) & (key + j * kLanesM < key_end); };
   #pragma unroll
@@ -238,7 +243,7 @@ DEV void softmax(Rows& rows, R (&x)[kKeys], WarpStorage& s, const ItemScore& sco
     const R alpha = moves ? exp2_fast(rows.max - max) : (R)1;
     if (moves) rows.max = max;
     rows.sum *= alpha;
-    if (lane_m(threadIdx.x) == 0) s.sAlpha[lane_row()] = alpha;
+    if (lane_m(threadIdx.x) == 0) s.sRows[warp].alpha[lane_row()] = alpha;
   }
   const R subtract = rows.max == -infinity(R()) ? (R)0 : rows.max;
   R sum = 0;
@@ -246,14 +251,14 @@ DEV void softmax(Rows& rows, R (&x)[kKeys], WarpStorage& s, const ItemScore& sco
   for (int j = 0; j < kKeys; j++) {
     const R weight = exp2_fast(fma(x[j], score.exponent_scale(), -subtract));
     sum += weight;
-    s.sP[j * kLanesM + lane_m(thread_index())][lane_row()] = visible(j) ? weight : (R)-1;
+    s.sP[warp][j * kLanesM + lane_m(thread_index())][lane_row()] = visible(j) ? weight : (R)-1;
   }
   rows.sum += sum;
   if (any_moves) {
     __syncwarp();
     #pragma unroll
     for (int i = 0; i < kBlockM; i++) {
-      const R alpha = s.sAlpha[i];
+      const R alpha = s.sRows[warp].alpha[i];
       #pragma unroll
       for (int c = 0; c < kCols; c++) rows.rO[i][c] *= alpha;
     }
@@ -286,22 +291,22 @@ template <bool kPartial> DEV void multiply_pv(R (&sum)[kBlockM][kCols], const R*
 }
 
 // One tile of the warp's keys.
-DEV void attend(Rows& rows, Chunks& chunks, WarpStorage& s, const R* sQ, const ItemScore& score, bool partial, int key,
+DEV void attend(Rows& rows, Chunks& chunks, SharedStorage& s, int warp, const ItemScore& score, bool partial, int key,
                 int key_begin, int key_end) {
   R rS[kBlockM][kKeys] = {};
   #pragma unroll 1
   for (int c = 0; c < kChunksK; c++) {
     const Element* sK = chunks.next();
-    multiply_qk(rS, sQ + c * (kChunkK / kPlanes), sK);
+    multiply_qk(rS, s.sQ[0] + c * (kChunkK / kPlanes), sK);
   }
   add_columns(rS);
-  softmax(rows, rS[0], s, score, key, key_begin, key_end);
+  softmax(rows, rS[0], s, warp, score, key, key_begin, key_end);
   R sum[kBlockM][kCols] = {};
   #pragma unroll 1
   for (int c = 0; c < kChunksV; c++) {
     const Element* sV = chunks.next();          // P, written by all lanes, is there too
-    if (partial) multiply_pv<true>(sum, s.sP[c * kChunkV], sV);
-    else multiply_pv<false>(sum, s.sP[c * kChunkV], sV);
+    if (partial) multiply_pv<true>(sum, s.sP[warp][c * kChunkV], sV);
+    else multiply_pv<false>(sum, s.sP[warp][c * kChunkV], sV);
   }
   #pragma unroll
   for (int i = 0; i < kBlockM * kCols; i++) rows.rO[i / kCols][i % kCols] += sum[i / kCols][i % kCols];
@@ -330,7 +335,7 @@ DEV void load_q(SharedStorage& s, const DecodeParams& p, const DecodeItem& item)
 }
 
 // What the warp has of the item, for all to merge.
-DEV void give_rows(Rows& rows, WarpStorage& s) {
+DEV void give_rows(Rows& rows, SharedStorage& s, int warp) {
   #pragma unroll
   for (int lane = kLanesV; lane < 32; lane *= 2)                // the groups of keys
     #pragma unroll
@@ -347,9 +352,9 @@ DEV void give_rows(Rows& rows, WarpStorage& s) {
       Vec<R, kVec> x;
       #pragma unroll
       for (int e = 0; e < kVec; e++) x.x[e] = rows.rO[i][c + e];
-      if (lane < kLanesV) *(Vec<R, kVec>*)(s.sO[i] + (c / kVec * kLanesV + lane) * kVec) = x;
+      if (lane < kLanesV) *(Vec<R, kVec>*)(s.sBuffers[warp].sO[i] + (c / kVec * kLanesV + lane) * kVec) = x;
     }
-  if (lane_m(threadIdx.x) == 0) s.sMax[lane_row()] = rows.max, s.sSum[lane_row()] = rows.sum;
+  if (lane_m(threadIdx.x) == 0) s.sRows[warp].max[lane_row()] = rows.max, s.sRows[warp].sum[lane_row()] = rows.sum;
 }
 
 // Merges what the warps gave, and writes outputs or, of a part of an item, partial results.
@@ -361,14 +366,14 @@ DEV void write_out(const SharedStorage& s, const DecodeParams& p, const DecodeIt
     if (row >= num_rows(p)) continue;
     R max = -infinity(R()), sum = 0;
     #pragma unroll
-    for (int w = 0; w < kWarps; w++) max = fmax(max, s.warps[w].sMax[i]);
+    for (int w = 0; w < kWarps; w++) max = fmax(max, s.sRows[w].max[i]);
     const R subtract = max == -infinity(R()) ? (R)0 : max;
     Vec<R, kVec> x = {};
     #pragma unroll
     for (int w = 0; w < kWarps; w++) {
-      const R weight = exp2_fast(s.warps[w].sMax[i] - subtract);
-      const Vec<R, kVec> part = load_vec<kVec>(s.warps[w].sO[i] + col);
-      sum = fma(weight, s.warps[w].sSum[i], sum);
+      const R weight = exp2_fast(s.sRows[w].max[i] - subtract);
+      const Vec<R, kVec> part = load_vec<kVec>(s.sBuffers[w].sO[i] + col);
+      sum = fma(weight, s.sRows[w].sum[i], sum);
       #pragma unroll
       for (int e = 0; e < kVec; e++) x.x[e] = fma(weight, part.x[e], x.x[e]);
     }
@@ -402,8 +407,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) decode_simt(c
   append<Element>(p);
   const ItemScore score(p);
   const int warp = uniform(threadIdx.x / 32);
-  WarpStorage& own = s.warps[warp];
-  const R* sQ = s.sQ[0];
 
   #pragma unroll 1
   for (DecodeItems items(p); items.is_valid; items.next(p)) {
@@ -419,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) decode_simt(c
     const int row_begin = mask.key_begin(query), row_end = mask.key_end(query);
 
     __syncthreads();                            // all have read what the item before left
-    Chunks chunks(p, own, item, key_begin, key_end, begin, end);
+    Chunks chunks(p, s.sBuffers[warp], item, key_begin, key_end, begin, end);
     load_q(s, p, item);
     __syncthreads();
     Rows rows = {};
@@ -427,9 +430,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) decode_simt(c
     #pragma unroll 1
     for (int tile = begin; tile < end; tile++) {
       const int key = tile * kBlockN + first_key + lane_m(threadIdx.x);
-      attend(rows, chunks, own, sQ, score, item.tiles.is_partial(tile), key, row_begin, row_end);
+      attend(rows, chunks, s, warp, score, item.tiles.is_partial(tile), key, row_begin, row_end);
     }
-    give_rows(rows, own);
+    give_rows(rows, s, warp);
     __syncthreads();
     write_out(s, p, item);
   }

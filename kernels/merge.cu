@@ -36,7 +36,7 @@ struct Row {
   DEV i64 offset(const Strides& s) const { return batch * s.batch + row * s.row + head * s.head; }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads) merge(const MergeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) merge(const MergeParams p) {
   const u32 lane = threadIdx.x % 32, index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   if (index >= (u32)p.batch * p.seqlen * p.heads) return;
   const u32 row_of_all = index / p.heads;
@@ -60,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) merge(const MergeParams p
       #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const bool inside = (saw_keys >> (part + i) & 1) && col < p.head_dim_v;
-        x[i] = inside ? *(const Vec<Element, kLoad>*)((const Element*)p.outs[part + i] + row.offset(p.outs_strides[part + i]) + col)
-                      : Vec<Element, kLoad>{};
+        const Element* gO = (const Element*)p.outs[part + i] + row.offset(p.outs_strides[part + i]);
+        x[i] = inside ? *(const Vec<Element, kLoad>*)(gO + col) : Vec<Element, kLoad>{};
       }
       #pragma unroll
       for (int i = 0; i < kBatch; i++) {
