@@ -48,6 +48,11 @@ class Kernel:
     smem_bytes: int
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it waits by itself for the kernel before it and so may start while that one ends."""
+        return self.kernel == "decode_combine"
+
+    @property
     def is_accelerated(self) -> bool:
         """Whether it has instructions of one architecture alone (sm_90a)."""
         return self.kernel.endswith("sm90")

@@ -249,7 +249,8 @@ def _simt_tile(problem: DecodeProblem, device: Device) -> _SimtTile:
     of_warp = max(stages * buffer, 4 * words * block_m * head_dim_v) + 4 * words * block_m * (warp_keys + 3)
     smem = 4 * words * block_m * head_dim + _SIMT_WARPS * of_warp
     # With more blocks some kernels spill.
-    blocks = 2 if words == 2 or block_m * head_dim_v > 32 * 32 else 4 if block_m <= 2 else 3
+    is_wide = words == 2 or block_m * head_dim_v > 32 * 32 or block_m == 8 and head_dim > 128
+    blocks = 2 if is_wide else 4 if block_m <= 2 and block_m * head_dim_v <= 16 * 32 else 3
     blocks = min(blocks, max(1, (device.smem_optin + BLOCK_RESERVED_SMEM) // (smem + BLOCK_RESERVED_SMEM)))
     return _SimtTile(head_dim, head_dim_v, block_m, keys, chunk_k, chunk_v, stages, blocks, smem)
 

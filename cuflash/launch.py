@@ -12,6 +12,7 @@ from . import jit, tma
 from .arrays import ITEMSIZE, View
 from .config import Config, Device, Kernel, choose, kernels_of, tiled
 from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, panel_of, round_up
+from .driver import EarlyLaunch
 from .memory import byte_extent, contiguous_strides
 from .problem import (
     BackwardProblem,
@@ -274,27 +275,30 @@ class Launch:
     in the order of the params.
     """
 
-    def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int):
+    def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int,
+                 early: bool = False):
+        """``early``: the device lets kernels start early that can."""
         from cupy_backends.cuda.api.driver import launchKernel
         self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
-        memory = ctypes.create_string_buffer(BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
+        with_maps = BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES
+        memory = ctypes.create_string_buffer(max(params.nbytes, with_maps) + 64)
         start = -ctypes.addressof(memory) % 64          # tensor maps want it
         self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
         self._params[:params.nbytes] = params.tobytes()
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._pack = struct.Struct(f"={num_pointers}Q").pack_into
-        self._launch = launchKernel
-        self._args = [(variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
-                      for (kernel, grid), variant in zip(steps, loaded)]
+        self._calls = [(EarlyLaunch() if early and kernel.starts_early else launchKernel,
+                        (variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes))
+                       for (kernel, grid), variant in zip(steps, loaded)]
         self._argv_address = ctypes.addressof(self._argv)
 
     def __call__(self, stream: int, *pointers: int) -> None:
         self._pack(self._params, 0, *pointers)
         try:
-            for args in self._args:
-                self._launch(*args, stream, self._argv_address, 0)
+            for launch, args in self._calls:
+                launch(*args, stream, self._argv_address, 0)
         except Exception as error:
-            step = self._args.index(args)
+            step = self._calls.index((launch, args))
             kernel, grid = self._steps[step]
             raise RuntimeError(
                 f"launch of {kernel.kernel} failed: {error}; grid {grid}, {kernel.threads} threads, {kernel.smem_bytes} "
@@ -357,8 +361,8 @@ class BackwardLaunch(Launch):
 class DecodeLaunch(Launch):
     """As Launch; the pointers are the first five of a forward, k and v being the caches, and then a decoding's own."""
 
-    def __init__(self, steps, loaded, params):
-        super().__init__(steps, loaded, params, 5)
+    def __init__(self, steps, loaded, params, early: bool):
+        super().__init__(steps, loaded, params, 5, early)
         self._pack_own = struct.Struct(f"={len(_DECODE_POINTERS)}Q").pack_into
         self._pack_length = struct.Struct("=i").pack_into
 
@@ -402,7 +406,7 @@ class Prepared:
         if isinstance(problem, BackwardProblem):
             self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
         elif isinstance(problem, DecodeProblem):
-            self.launch = DecodeLaunch(steps, loaded, params)
+            self.launch = DecodeLaunch(steps, loaded, params, device.compute_capability >= (9, 0))
         elif config.tier == "sm90":
             self.launch = TmaLaunch(steps, loaded, params, num_pointers, views, boxes_of(config),
                                     config.counts_tiles and not problem.varlen)

@@ -19,6 +19,8 @@ MAX_HEAD_DIM = 256
 MAX_CACHE_HEAD_DIMS = 576, 512  # of q and k, and of v, where keys and values lie in a cache
 MAX_SEQLEN = 2**30 - 1          # row and key coordinates and their sums are int32 in the kernels
 MAX_SPLITS = 4096
+MAX_PARTS = 32                  # that merge_attention joins at once: a lane of a warp each
+MAX_MERGED_ROWS = 2**31 - 1     # counted in 32 bits
 WORKSPACE_ALIGNMENT = 16        # bytes: the widest access to partial results
 MAX_STRIDE = 2**62
 
@@ -136,6 +138,28 @@ class DecodeProblem(Problem):
         return self.v_is_k and {one, other} == {"k_cache", "v_cache"}
 
 
+@dataclass(frozen=True)
+class MergeProblem:
+    """Results of attention to parts of the keys, to be joined. ``alignment`` is that of outs and of the result."""
+
+    dtype: str
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim_v: int
+    num_parts: int
+    alignment: int = 16
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is written: there is no output element and no lse."""
+        return 0 in (self.batch, self.seqlen, self.heads)
+
+    @property
+    def lse_dtype(self) -> str:
+        return lse_dtype(self.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------------- calls
 
 def check_attention(q: View, k: View, v: View, *, return_lse=False, out: View | None = None, **options) -> Problem:
@@ -211,6 +235,49 @@ def check_attention_with_kvcache(q: View, k_cache: View, v_cache: View, *, k: Vi
     if not isinstance(cache_seqlens, View):
         fixed_length(stated, cache_seqlens)
     return stated
+
+
+def check_parts(outs, lses) -> None:
+    """Raise unless outs and lses, as they are given to ``cuflash.merge_attention``, are as many arrays each."""
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"{name} must be a list or tuple of arrays; got {type(given).__name__}")
+    if not 1 <= len(outs) <= MAX_PARTS:
+        raise ValueError(f"outs must hold 1 to {MAX_PARTS} arrays; got {len(outs)}: join more than these in groups")
+    if len(lses) != len(outs):
+        raise ValueError(f"lses must hold as many arrays as outs, {len(outs)}; got {len(lses)}")
+
+
+def check_merge(views: dict[str, View | None], num_parts: int) -> MergeProblem:
+    """Check the arrays of ``cuflash.merge_attention``, by name: outs[0], ..., lses[0], ..., out, None where not given."""
+    first = views["outs[0]"]
+    if first.dtype not in DTYPES:
+        raise TypeError(f"outs[0] must be one of {', '.join(DTYPES)}; got {first.dtype}")
+    if len(first.shape) != 4:
+        raise ValueError("outs[0] must have 4 axes (batch, seqlen, heads, head_dim_v), or 3 for a batch of one; got shape "
+                         f"{_original(first)}")
+    batch, seqlen, heads, head_dim_v = first.shape
+    if not 1 <= head_dim_v <= MAX_CACHE_HEAD_DIMS[1]:
+        raise ValueError(f"head_dim_v of outs must be 1 to {MAX_CACHE_HEAD_DIMS[1]}; got {head_dim_v}")
+    if batch * seqlen * heads > MAX_MERGED_ROWS:
+        raise ValueError(f"batch * seqlen * heads of outs must be at most {MAX_MERGED_ROWS}; got {batch} * {seqlen} * {heads}: "
+                         "split the batch")
+    outs = [f"outs[{i}]" for i in range(num_parts)]
+    for name in outs:
+        _check_like(name, views[name], first.shape, first, of="outs[0]")
+        _check_last_stride(name, views[name])
+    for i in range(num_parts):
+        name = f"lses[{i}]"
+        _check_like(name, views[name], (batch, heads, seqlen), first, lse_dtype(first.dtype), of="outs[0]")
+        _check_packed(name, views[name])
+    out, inputs = views["out"], {name: view for name, view in views.items() if name != "out"}
+    if out is not None:
+        _check_written("out", out, first.shape, inputs, of="outs[0]")
+    fields = {"dtype": first.dtype, "batch": batch, "seqlen": seqlen, "heads": heads, "head_dim_v": head_dim_v}
+    bits = head_dim_v * ITEMSIZE[first.dtype] if out is None else alignment(out)
+    for name in outs:
+        bits |= alignment(views[name])
+    return MergeProblem(**fields, num_parts=num_parts, alignment=bits & -bits)
 
 
 def _forward(fields: dict, inputs: dict[str, View], out: View | None, return_lse) -> Problem:
@@ -710,23 +777,24 @@ def lse_dtype(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _check_like(name: str, view: View, shape: tuple[int, ...], q: View, dtype: str | None = None) -> None:
-    """Raise unless the array has that shape, with or without the batch axis as q, and otherwise is like q."""
+def _check_like(name: str, view: View, shape: tuple[int, ...], q: View, dtype: str | None = None, of: str = "q") -> None:
+    """Raise unless the array has that shape, with or without the batch axis as q, and otherwise is like q, which is named
+    ``of``."""
     if view.framework != q.framework:
-        raise TypeError(f"{name} must come from the framework of q, {q.framework}; got {view.framework}")
+        raise TypeError(f"{name} must come from the framework of {of}, {q.framework}; got {view.framework}")
     expected = shape[1:] if q.was_3d else shape
     if _original(view) != expected:
         raise ValueError(f"{name} must have shape {expected}; got {_original(view)}")
     if view.dtype != (dtype or q.dtype):
-        raise TypeError(f"{name} must have the dtype of q, {q.dtype}; got {view.dtype}" if dtype is None else
-                        f"{name} must be {dtype} where q is {q.dtype}; got {view.dtype}")
+        raise TypeError(f"{name} must have the dtype of {of}, {q.dtype}; got {view.dtype}" if dtype is None else
+                        f"{name} must be {dtype} where {of} is {q.dtype}; got {view.dtype}")
     if view.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}; got {view.device}")
+        raise ValueError(f"{name} must be on the device of {of}, {q.device}; got {view.device}")
 
 
-def _check_written(name: str, view: View, shape: tuple[int, ...], others: dict[str, View]) -> None:
-    """Raise unless the array can take a result of that shape, apart from all others in memory."""
-    _check_like(name, view, shape, others["q"])
+def _check_written(name: str, view: View, shape: tuple[int, ...], others: dict[str, View], of: str = "q") -> None:
+    """Raise unless the array can take a result of that shape, apart from all others in memory. ``of``: the one it is like."""
+    _check_like(name, view, shape, others[of], of=of)
     if view.readonly:
         raise ValueError(f"{name} must be writable; got a read-only array")
     _check_last_stride(name, view)

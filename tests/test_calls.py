@@ -15,6 +15,7 @@ from test_tma import MadeUpDriver, layout_of, pointers_of
 
 import cuflash
 from cuflash import arrays, config, jit, launch, tma
+from cuflash import driver as driver_functions
 
 cupy = pytest.importorskip("cupy", reason="no CuPy")
 
@@ -37,7 +38,7 @@ class Gpu:
         self.arch, self.forward, self.backward = arch, f"fwd_{tier}", f"bwd_{tier}"
         self.launches, self.kernels, self.allocated, self.freed, self.cleared = [], [], [], [], []
         self.maps, self.launched_maps = MadeUpDriver(), []
-        self.capturing, self.next = False, 1 << 32
+        self.capturing, self.next, self.early = False, 1 << 32, []
 
     def array(self, shape, dtype="float16", device=0, offset=0):
         self.next += 1 << 28
@@ -57,6 +58,14 @@ class Gpu:
             size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
             first = launch.BWD_TENSOR_MAPS_OFFSET if kernel.startswith("bwd") else launch.TENSOR_MAPS_OFFSET
             self.launched_maps = pointers_of(ctypes.string_at(address + first, size))
+
+    def cuLaunchKernelEx(self, config, function, argv, extra):
+        config = driver_functions._LaunchConfig.from_address(config)
+        attribute = config.attributes[0]
+        assert (config.num_attributes, attribute.id, attribute.value) == (1, 6, 1) and extra is None
+        self.early.append(self.kernels[function])
+        self.launch_kernel(function, *config.grid, *config.block, config.smem_bytes, config.stream, argv, extra)
+        return 0
 
     def memset(self, pointer, value, num_bytes, stream):
         assert (value, stream) == (0, 7)
@@ -105,6 +114,7 @@ def gpu(request, monkeypatch):
     monkeypatch.setattr(jit, "load", made.load)
     monkeypatch.setattr(runtime, "memsetAsync", made.memset)
     monkeypatch.setattr(tma, "_driver", lambda: made.maps)
+    monkeypatch.setattr(driver_functions, "library", lambda: made)
     monkeypatch.setattr(jit, "arch_for", lambda capability: made.arch)
     monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES[made.arch])
     monkeypatch.setattr(attention, "_prepared", attention._Prepared())
@@ -481,6 +491,7 @@ def test_decoding(gpu):
     out, lse = cuflash.attention_with_kvcache(q, k_cache, v_cache, return_lse=True)
     launches = gpu.taken()
     assert list(launches) == ["decode_sm80", "decode_combine"] and gpu.cleared == []
+    assert gpu.early == ["decode_combine"] * (gpu.arch == "sm_90"), "older GPUs start none early"
     scratch, size = gpu.scratch()
     for record in launches.values():
         assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k_cache, v_cache, out, lse)

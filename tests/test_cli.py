@@ -436,6 +436,48 @@ def rest_of_dk_unwritten(problem, dout, q, k, v, out, lse, cu_q, cu_k, used_q, u
     dk[: cu_k[-1]] = whole[: cu_k[-1]]
 
 
+right_decode = cpu.attention_with_kvcache
+
+
+def appended_too_late(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    """The new keys go into the cache, and are not attended to."""
+    lse = right_decode(problem, q, k_cache, v_cache, None, None, lengths, index, table, out)
+    right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, np.empty_like(out))
+    return lse
+
+
+def not_appended(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    return right_decode(problem, q, k_cache.copy(), v_cache.copy(), k, v, lengths, index, table, out)
+
+
+def another_page_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    v_cache[-1, 0, 0, 0] = 1
+    return lse
+
+
+def past_the_cache(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    np.lib.stride_tricks.as_strided(k_cache, (k_cache.size + 1,), (k_cache.itemsize,))[-1] = 0
+    return lse
+
+
+def a_key_too_many(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    return right_decode(problem, q, k_cache, v_cache, k, v, lengths + 1, index, table, out)
+
+
+def table_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    table[0, -1] ^= 1
+    return lse
+
+
+def cache_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    k_cache[0, -1] = 0
+    return lse
+
+
 BROKEN = [
     (slightly_wrong, "seqlen 63 x 65", "max error "),
     (one_key_too_many, "causal 129 x 257", "max error "),
@@ -472,10 +514,18 @@ BROKEN = [
     (rest_unwritten, "packed, some unused", "out has nan wrong in"),
     (lengths_written, "packed, several", "cu_seqlens_k was written"),
     (rest_of_dk_unwritten, "packed backward, some unused", "dk: not finite in"),
+    (appended_too_late, "decode, 3 appended across pages", "max error "),
+    (not_appended, "decode, 3 appended to rows", "k_cache afterwards is wrong in 1152 of"),
+    (another_page_written, "decode, 3 appended across pages", "v_cache afterwards is wrong in 1 of"),
+    (past_the_cache, "decode, 3 appended across pages", "memory around k_cache was written"),
+    (a_key_too_many, "decode, pages of 16", "out has nan wrong in"),
+    (table_written, "decode, pages of 16", "block_table was written"),
+    (cache_written, "decode, one query", "k_cache was written"),
 ]
 PATCHED = {  # by the number of arguments
     5: "attention",
     9: "attention_varlen",
+    10: "attention_with_kvcache",
     11: "backward",
     15: "backward_varlen",
 }
@@ -553,6 +603,12 @@ def test_cases_cover_what_they_should():
     assert (
         {case.deterministic for case in gradients} == {case.with_dlse for case in gradients} == {True, False}
     )
+    caches = [(case, case.cache) for case in CASES if case.cache]
+    assert {bool(cache.page_size) for _, cache in caches} == {bool(cache.new) for _, cache in caches} == {True, False}
+    assert {0, 1} < {cache.num_splits for _, cache in caches} and any(cache.page_size == 1 for _, cache in caches)
+    assert any(0 in cache.lengths for _, cache in caches) and any(case.options.get("window") for case, _ in caches)
+    assert any(case.heads_q > case.heads_k > 1 for case, _ in caches)
+    assert {(case.head_dim, case.head_dim_v) for case, cache in caches if cache.values_are_keys} == {(576, 512)}
     packed = [case.lengths for case in CASES if case.lengths]
     assert any(0 in lengths.q and 0 in lengths.k for lengths in packed)
     assert any(lengths.spare for lengths in packed) and any(lengths.used_k for lengths in packed)
@@ -577,7 +633,7 @@ def test_a_case_states_the_problems_of_its_arrays(monkeypatch, case):
 
         return record
 
-    for name in ("attention", "attention_varlen", "backward", "backward_varlen"):
+    for name in ("attention", "attention_varlen", "attention_with_kvcache", "backward", "backward_varlen"):
         monkeypatch.setattr(cpu, name, recorder(getattr(cpu, name)))
     for dtype in ("float16", "float64"):
         del stated[:]
@@ -740,6 +796,21 @@ def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args
     if len(tiers) == 1:
         assert {kernel: compiled.count(kernel) for kernel in compiled} == kernels | of_tiers
     assert {kernel for kernel in compiled if kernel.startswith(("fwd", "bwd_s"))} == set(of_tiers)
+
+
+def test_all_kernels_of_decoding_are_compiled_ahead(fake_gpu, monkeypatch):
+    """Of each tier that takes the case; sm90 takes values that are the first columns of keys."""
+    forced = forced_tiers(monkeypatch, "attention_with_kvcache")
+    for case, tiers in (("pages of 16", ["sm80", "simt"]), ("latent keys", ["sm90", "simt"])):
+        del forced[:], fake_gpu[:]
+        code, output = run("check", "--case", f"decode, {case}", "--dtype", "float16")
+        assert code == 0 and output.count(f"decode, {case}") == len(tiers), output
+        assert list(dict.fromkeys(forced)) == tiers
+        kernels = [variant.kernel for variant in fake_gpu]
+        assert sorted(set(kernels)) == sorted(["decode_combine", *(f"decode_{tier}" for tier in tiers)])
+    del fake_gpu[:]
+    assert run("check", "--case", "decode, 1 split", "--dtype", "float32")[0] == 0
+    assert [variant.kernel for variant in fake_gpu] == ["decode_simt"]
 
 
 def test_a_tier_without_the_gradients_says_so(fake_gpu):

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import config, jit, launch, tma
+from cuflash import config, jit, launch, merge, tma
 from cuflash.config import DEVICES, choose, kernels_of
-from cuflash.problem import BackwardProblem, DecodeProblem, Problem
+from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Problem
 
 CALLS = ("bwd", "decode", "fwd")
 TIERED = tuple(sorted(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))
-KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "varlen_tiles")))
+KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "merge", "varlen_tiles")))
 OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
 SIXTEEN_BIT = ("float16", "bfloat16")
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
@@ -382,7 +382,7 @@ def some_variants() -> dict[str, config.Kernel]:
     ):
         if config.refusal(tier, stated, device) is None:
             made |= {kernel.kernel: kernel for kernel in kernels_of(stated, choose(stated, device, tier))}
-    return made
+    return made | {"merge": merge.kernel_of(MergeProblem("float16", 2, 3, 4, 64, 5))}
 
 
 def arch_of_any(kernel: str) -> str:

@@ -1,0 +1,13 @@
+// Kernels that start while the one before them ends (PTX ISA: griddepcontrol; CUDA: programmatic dependent launch).
+#pragma once
+#include "ptx/types.cuh"
+
+#if __CUDA_ARCH__ >= 900
+// Lets a kernel behind this one start as soon as all blocks of this one have come here.
+DEV void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Returns when the kernel before has ended and all that it wrote can be seen; at once unless this one was started early.
+DEV void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#else
+DEV void start_dependents() {}
+DEV void wait_for_kernel_before() {}
+#endif
