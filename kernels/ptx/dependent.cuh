@@ -1,4 +1,7 @@
-// Kernels that start while the one before them ends (PTX ISA: griddepcontrol; CUDA: programmatic dependent launch).
+// Kernels that start while the one before them ends (PTX ISA: griddepcontrol; CUDA: programmatic dependent launch). Trap: what
+// such a kernel reads or writes before it has waited may still be in use. Every thread
+// waits, or the kernel ends, for those behind it, before the one before it has. Who lets others start before it has waited itself
+// lets them start before what it waits for.
 #pragma once
 #include "ptx/types.cuh"
 
