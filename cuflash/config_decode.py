@@ -37,7 +37,7 @@ def _max_blocks_reason(max_blocks: int, device: Device) -> str:
 class _Sm80Warps(NamedTuple):
     mtiles: int             # of 16 query rows each, of a warp
     warps_m: int            # that part the rows of an item
-    warps_n: int            # groups of them, that part the keys of a tile; fewer where shared memory is short
+    warps_n: int            # groups of them, that part the keys of a tile
     group_keys: int         # keys of a tile that a group has for itself
     keeps_q: bool = False   # Q stays in registers
     merge_cols: int = 32    # columns of O that the groups join at a time, in the memory of Q or little more
@@ -46,11 +46,19 @@ class _Sm80Warps(NamedTuple):
     def block_m(self) -> int:
         return 16 * self.mtiles * self.warps_m
 
+    def fewer(self) -> _Sm80Warps:
+        """With half of the keys of a tile: in groups of as many as a product takes at least, which need fewer registers, and
+        then in fewer groups.
+        """
+        if self.group_keys > 16:
+            return self._replace(group_keys=self.group_keys // 2)
+        return self._replace(warps_n=self.warps_n // 2)
 
-# By query rows of an item, up to so many, and by the wider of the two padded head dims; where shared memory is short an item has
-# fewer rows. Two mtiles read K and V from shared memory once for 32 rows; with wider heads their O would take all registers of a
-# warp, so that warps part the rows. Q is kept where it and O leave registers to spare. With 32 keys a group waits half as often,
-# where their scores have registers.
+
+# By query rows of an item, up to so many, and by the wider of the two padded head dims; where shared memory is short a tile has
+# fewer keys, and then an item fewer rows. Two mtiles read K and V from shared memory once for 32 rows; with wider heads their O
+# would take all registers of a warp, so that warps part the rows. Q is kept where it and O leave registers to spare. With 32
+# keys a group waits half as often, where their scores have registers.
 _SM80_WARPS = (
     (16, {64: _Sm80Warps(1, 1, 8, 32, True), 128: _Sm80Warps(1, 1, 8, 16, True), 256: _Sm80Warps(1, 1, 8, 16)}),
     (32, {64: _Sm80Warps(2, 1, 8, 32), 128: _Sm80Warps(2, 1, 8, 16), 256: _Sm80Warps(1, 2, 4, 16)}),
@@ -86,7 +94,7 @@ def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile) -> int:
 
 
 def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
-    """As many rows as the problem has, as many groups and then as many stages as fit; None if nothing does."""
+    """As many rows as the problem has, as many keys and then as many stages as fit; None if nothing does."""
     head_dim, head_dim_v = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     wanted = next(place for place, (rows, *_) in enumerate(_SM80_WARPS) if problem.rows <= rows)
     fewest, most = _SM80_STAGES
@@ -98,7 +106,7 @@ def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
                 smem = _sm80_smem(head_dim, head_dim_v, tile)
                 if smem <= device.smem_optin:
                     return tile._replace(smem=smem)
-            warps = warps._replace(warps_n=warps.warps_n // 2)
+            warps = warps.fewer()
     return None
 
 

@@ -119,9 +119,10 @@ def grid_of(problem: Problem, config: Config) -> int:
                          f"{tiles}: split the batch")
     if is_decode:
         key_tiles = -(-problem.seqlen_k // config.block_n) + 1
+        limit = MAX_GRID - config.max_blocks            # a block counts on to what would be its next
         for what, count in (("key tiles", key_tiles), ("num_splits", problem.num_splits)):
-            if grid * count > MAX_GRID:
-                raise ValueError(f"batch * heads of k_cache * query tiles * {what} must be at most {MAX_GRID}; got "
+            if grid * count > limit:
+                raise ValueError(f"batch * heads of k_cache * query tiles * {what} must be at most {limit}; got "
                                  f"{problem.batch} * {heads} * {tiles} * {count}: split the batch")
         # Blocks share the keys of an item, or append where there is none.
         return min(grid * problem.num_splits, config.max_blocks) or config.max_blocks

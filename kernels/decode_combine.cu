@@ -114,9 +114,10 @@ DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, 
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
+  __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p);
+  wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one
   if (parts.count <= 1) return;
-  wait_for_kernel_before();
   const int first_row = parts.row_tile * kItemRows, rows = min(kItemRows, num_rows(p) - first_row);
   const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be below 1
   if (tasks <= 0) return;

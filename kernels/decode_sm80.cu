@@ -372,8 +372,8 @@ DEV RowTotal total_of(const SharedStorage& s, int row) {
   #pragma unroll
   for (int n = 0; n < kWarpsN; n++) total.max = fmaxf(total.max, s.sMax[n][row]);
   #pragma unroll
-  for (int n = 0; n < kWarpsN; n++)
-    if (s.sMax[n][row] != -infinity(0.f)) total.sum += s.sSum[n][row] * exp2_fast(s.sMax[n][row] - total.max);
+  for (int n = 0; n < kWarpsN; n++)     // one that saw nothing has a sum of 0, or of NaN if that is what it saw
+    total.sum += s.sSum[n][row] * (s.sMax[n][row] == -infinity(0.f) ? 1.f : exp2_fast(s.sMax[n][row] - total.max));
   return total;
 }
 

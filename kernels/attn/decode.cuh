@@ -92,13 +92,10 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of all items of a request. Those of all requests are below 2^31: the host refuses more than there may be.
-DEV int work_of_request(const DecodeParams& p, int batch) {
-  if (batch >= p.batch) return 0;
-  const int seqlen_k = num_keys(p, num_cached(p, batch));
-  int tiles = 0;
-  for (int t = 0; t < p.num_row_tiles; t++) tiles += num_tiles_of_rows(p, seqlen_k, t);
-  return tiles * p.heads_k;
+// Tiles of the items of a request that have the row tile. Those of all items are below 2^31: the host refuses more than there
+// may be.
+DEV int work_of_request(const DecodeParams& p, int row_tile, int batch) {
+  return batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) * p.heads_k : 0;
 }
 
 // What a block computes of one item.
@@ -110,13 +107,15 @@ struct DecodeItem {
   i64 slot;                     // where its partial results go; -1: it has all tiles and writes the outputs
 };
 
-// A tile among those of all items, which lie in the order of requests, row tiles, key heads.
+// A tile among those of all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows of
+// the same keys are there at about the same time, so that the second finds them in the L2 cache.
 struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
 
 // The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
 struct WorkOf32 {
   int own, sum;
-  DEV WorkOf32(const DecodeParams& p, int first) : own(work_of_request(p, first + threadIdx.x % 32)), sum(own) {
+  DEV WorkOf32(const DecodeParams& p, int row_tile, int first)
+      : own(work_of_request(p, row_tile, first + threadIdx.x % 32)), sum(own) {
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
@@ -128,12 +127,13 @@ struct WorkOf32 {
 
 // Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
 struct Shares {
-  WorkOf32 work;                // of the first requests: often of all
+  WorkOf32 work;                // of the first rows and requests: often of all
   int blocks, each, more;       // `more` blocks have one tile more
 
-  DEV Shares(const DecodeParams& p) : work(p, 0) {
+  DEV Shares(const DecodeParams& p) : work(p, 0, 0) {
     int total = work.total();
-    for (int first = 32; first < p.batch; first += 32) total += WorkOf32(p, first).total();
+    for (int t = 0; t < p.num_row_tiles; t++)
+      for (int first = t ? 0 : 32; first < p.batch; first += 32) total += WorkOf32(p, t, first).total();
     blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
   }
   DEV int first_tile(int block) const { return each * block + min(block, more); }
@@ -144,19 +144,17 @@ struct Shares {
 
   DEV TilePlace place(const DecodeParams& p, int tile) const {
     WorkOf32 w = work;
-    int first = 0;
+    int row_tile = 0, first = 0;
     while (tile >= w.total()) {
       tile -= w.total();
-      w = WorkOf32(p, first += 32);
+      first += 32;
+      if (first >= p.batch) first = 0, row_tile++;
+      w = WorkOf32(p, row_tile, first);
     }
     const int at = __ffs(__ballot_sync(0xffffffff, w.sum > tile)) - 1, batch = first + at;
     tile -= __shfl_sync(0xffffffff, w.sum - w.own, at);
-    const int seqlen_k = num_keys(p, num_cached(p, batch));
-    for (int t = 0;; t++) {
-      const int n = num_tiles_of_rows(p, seqlen_k, t), of_all_heads = n * p.heads_k;
-      if (tile < of_all_heads) return {batch, t, tile / n, tile % n, n};
-      tile -= of_all_heads;
-    }
+    const int n = num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile);
+    return {batch, row_tile, tile / n, tile % n, n};
   }
 };
 // A block has at most two items that it shares with others: its first, and its last.
@@ -221,8 +219,8 @@ struct DecodeItems {
       is_valid = left > 0;
       if (!is_valid) return;
       if (item.head_k + 1 < p.heads_k) item.head_k++;
-      else if (item.row_tile + 1 < p.num_row_tiles) set(p, item.batch, item.row_tile + 1, 0);
-      else set(p, item.batch + 1, 0, 0);
+      else if (item.batch + 1 < p.batch) set(p, item.batch + 1, item.row_tile, 0);
+      else set(p, 0, item.row_tile + 1, 0);
       take(0, item.tiles.end - item.tiles.begin);
     }
   }

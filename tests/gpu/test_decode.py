@@ -1190,7 +1190,8 @@ def test_merge(backend, dtype, count):
         outs, lses = parts_of(dtype, count, **sizes)
         out, lse = merge(backend, outs, lses)
         expected, expected_lse = oracle.merge_attention(outs, lses)
-        tolerance = 2 * oracle.ROUNDOFF[dtype] + (0 if dtype == "float64" else 1e-5)
+        # Neighbours of an lse near 3000 are 5e-13 apart in float64, and so are the weights that follow from it.
+        tolerance = 2 * oracle.ROUNDOFF[dtype] + (1e-12 if dtype == "float64" else 1e-5)
         np.testing.assert_allclose(out.astype(float), expected, rtol=tolerance, atol=4 * tolerance)
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
         assert (out[:, :, 2] == 0).all() and (lse[:, 2] == -np.inf).all()
