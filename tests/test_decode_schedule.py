@@ -91,7 +91,7 @@ def test_every_tile_once(left, right, fixed, appends):
             work[block] += end - begin
 
         slots = set()
-        for number, (item, (first, end)) in enumerate(expected.items()):
+        for item, (first, end) in expected.items():
             parts = sorted(done[item])
             assert [begin for begin, _, _ in parts] == [first, *(part_end for _, part_end, _ in parts[:-1])]
             assert parts[-1][1] == end, "the parts follow each other"
@@ -99,8 +99,8 @@ def test_every_tile_once(left, right, fixed, appends):
                 assert parts[0][2] == -1, "who has all of an item writes the outputs"
                 continue
             of_item = {slot for _, _, slot in parts}
-            limit = range(number * splits, (number + 1) * splits) if fixed else range(2 * blocks)
-            assert len(of_item) == len(parts) and not of_item & slots and all(slot in limit for slot in of_item)
+            assert len(of_item) == len(parts) and not of_item & slots
+            assert all(slot in range(len(items) * splits if fixed else 2 * blocks) for slot in of_item)
             slots |= of_item
         if not fixed:
             assert max(work) - min(work) <= 1, "equal shares"

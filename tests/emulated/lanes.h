@@ -72,4 +72,5 @@ inline u32 __ballot_sync(u32, bool x) {
 inline bool __any_sync(u32 lanes, bool x) { return __ballot_sync(lanes, x); }
 inline void __syncwarp() { meet(warp_meetings[threadIdx.x / 32], 32, threadIdx.x % 32, 0); }
 inline void __syncthreads() { meet(block_meeting, blockDim.x, threadIdx.x, 0); }
+inline void __threadfence() {}
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
