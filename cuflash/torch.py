@@ -176,6 +176,10 @@ def _refuse_second_derivative(*_):
                               "be differentiated again; use unfused attention where they are needed")
 
 
+def _refuse_forward_mode(*_):
+    raise NotImplementedError("cuflash.torch has no forward-mode derivatives: use those of backward mode")
+
+
 # ------------------------------------------------------------------------------------------------------- autograd.Function
 
 class _Attention(torch.autograd.Function):
@@ -202,6 +206,8 @@ class _Attention(torch.autograd.Function):
         else:
             gradients = _call_backward(dout, dlse, out, lse, tensors, _flat(ctx.options), ctx.deterministic)
         return None, None, *gradients, *(None,) * (len(tensors) - 3)
+
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 def _keep(ctx, options, deterministic, tensors, out, lse) -> None:
@@ -240,6 +246,7 @@ class _Gradients(torch.autograd.Function):
         pass
 
     backward = staticmethod(_refuse_second_derivative)
+    jvp = staticmethod(_refuse_forward_mode)
 
     @staticmethod
     def vmap(info, in_dims, options, deterministic, *given):

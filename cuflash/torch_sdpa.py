@@ -1,7 +1,8 @@
 """The operators of SDPA's flash backend, computed by cuflash: what `cuflash.torch.register_sdpa` registers.
 
-Tensors of the scaled_dot_product operators are (batch, heads, seqlen, head_dim), those of the flash_attention ones (batch, seqlen,
-heads, head_dim), or packed. Results have the strides that PyTorch's own shape functions promise, which compiled code relies on.
+Tensors of the scaled_dot_product operators are (batch, heads, seqlen, head_dim), those of the flash_attention ones (batch,
+seqlen, heads, head_dim), or packed. Results have the strides that PyTorch's own shape functions promise, on which compiled code
+relies.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _forward(out, q, k, v, cum_seq_q, cum_seq_k, seqused_k, options: dict):
     q, k, v = _rows(q), _rows(k), _rows(v)
     if cum_seq_q is None:
         if seqused_k is not None:
-            raise NotImplementedError("seqused_k is not supported by cuflash's SDPA without cum_seq_q; got a tensor: only None is "
-                                      "allowed")
+            raise NotImplementedError("seqused_k is not supported by cuflash's SDPA without cum_seq_q; got a tensor: only None "
+                                      "is allowed")
         lse, = _into([out], lambda out: attention(q, k, v, return_lse=True, out=out, **options))
     else:
         lse, = _into([out], lambda out: attention_varlen(q, k, v, cum_seq_q, cum_seq_k, seqused_k=seqused_k, return_lse=True,
@@ -73,12 +74,13 @@ def _forward(out, q, k, v, cum_seq_q, cum_seq_k, seqused_k, options: dict):
 
 def _backward(dout, q, k, v, out, lse, cum_seq_q, cum_seq_k, options: dict) -> tuple:
     gradients = [torch.empty_like(x) for x in (q, k, v)]
-    given = tuple(map(_rows, (dout, q, k, v, out))) + (lse.contiguous(),)
+    given = (*map(_rows, (dout, q, k, v, out)), lse.contiguous())
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if cum_seq_q is None:
         _into(gradients, lambda dq, dk, dv: attention_backward(*given, dq=dq, dk=dk, dv=dv, **options))
     else:
-        _into(gradients, lambda dq, dk, dv: attention_varlen_backward(*given, cum_seq_q, cum_seq_k, dq=dq, dk=dk, dv=dv, **options))
+        given += (cum_seq_q, cum_seq_k)
+        _into(gradients, lambda dq, dk, dv: attention_varlen_backward(*given, dq=dq, dk=dk, dv=dv, **options))
     return tuple(gradients)
 
 
@@ -108,8 +110,8 @@ def flash_attention_forward_inplace(out, query, key, value, cum_seq_q, cum_seq_k
     return _forward(out, query, key, value, cum_seq_q, cum_seq_k, seqused_k, options)
 
 
-def flash_attention_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-                             rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
+def flash_attention_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
+                             is_causal, rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None):
     _refuse(dropout_p)
     options = _options(is_causal, scale, window_size_left, window_size_right)
     return _backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, options)
@@ -122,8 +124,8 @@ def sdpa_forward(query, key, value, dropout_p=0.0, is_causal=False, return_debug
     return out, lse, None, None, query.shape[2], key.shape[2], *_no_dropout(query)
 
 
-def sdpa_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed,
-                  philox_offset, *, scale=None):
+def sdpa_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+                  philox_seed, philox_offset, *, scale=None):
     _refuse(dropout_p)
     given = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     return tuple(x.transpose(1, 2) for x in _backward(*given, logsumexp, None, None, _options(is_causal, scale)))

@@ -23,7 +23,8 @@ def refuse(function: str, **options) -> None:
 def unpack(name: str, x, axis: int, parts: str) -> tuple:
     """The ``parts`` (such as "qkv") of a packed tensor, along an axis of as many elements."""
     if x.ndim <= axis or x.shape[axis] != len(parts):
-        raise ValueError(f"{name} must have {len(parts)} elements ({', '.join(parts)}) along axis {axis}; got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have {len(parts)} elements ({', '.join(parts)}) along axis {axis}; got shape "
+                         f"{tuple(x.shape)}")
     return x.unbind(axis)       # its gradient is one copy; that of slices would be a sum of arrays of zeros
 
 

@@ -29,16 +29,16 @@ def flash_attn_qkvpacked_func(qkv, dropout_p=0.0, softmax_scale=None, causal=Fal
                               alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim)."""
     refuse("flash_attn_qkvpacked_func", dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    return flash_attn_func(*_rules.unpack("qkv", qkv, 2, "qkv"), 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-                           return_attn_probs)
+    return flash_attn_func(*_rules.unpack("qkv", qkv, 2, "qkv"), 0.0, softmax_scale, causal, window_size, softcap, None,
+                           deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
                              alibi_slopes=None, deterministic=False, return_attn_probs=False):
     """`flash_attn_func` of kv (batch, seqlen_k, 2, heads_k, head_dim)."""
     refuse("flash_attn_kvpacked_func", dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    return flash_attn_func(q, *_rules.unpack("kv", kv, 2, "kv"), 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
-                           return_attn_probs)
+    return flash_attn_func(q, *_rules.unpack("kv", kv, 2, "kv"), 0.0, softmax_scale, causal, window_size, softcap, None,
+                           deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -57,7 +57,8 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
                                      return_attn_probs=False):
     """`flash_attn_varlen_func` of qkv (total, 3, heads, head_dim)."""
     refuse("flash_attn_varlen_qkvpacked_func", dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    return flash_attn_varlen_func(*_rules.unpack("qkv", qkv, 1, "qkv"), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, softmax_scale, causal,
+    q, k, v = _rules.unpack("qkv", qkv, 1, "qkv")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, softmax_scale, causal,
                                   window_size, softcap, None, deterministic, return_attn_probs)
 
 
@@ -66,8 +67,9 @@ def flash_attn_varlen_kvpacked_func(q, kv, cu_seqlens_q, cu_seqlens_k, max_seqle
                                     deterministic=False, return_attn_probs=False):
     """`flash_attn_varlen_func` of kv (total_k, 2, heads_k, head_dim)."""
     refuse("flash_attn_varlen_kvpacked_func", dropout_p=(dropout_p, 0.0), alibi_slopes=(alibi_slopes, None))
-    return flash_attn_varlen_func(q, *_rules.unpack("kv", kv, 1, "kv"), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
-                                  causal, window_size, softcap, None, deterministic, return_attn_probs)
+    k, v = _rules.unpack("kv", kv, 1, "kv")
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+                                  window_size, softcap, None, deterministic, return_attn_probs)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,

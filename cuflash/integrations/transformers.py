@@ -7,15 +7,15 @@
 Causal and bidirectional attention, GQA, sliding windows, softcap, padding on either side of a row, packed sequences, dynamic and
 static caches. A mask that says more than that, dropout, sinks, position biases and attention weights raise NotImplementedError.
 
-Two functions are registered. Of a mask function transformers hands over what it would fill a 4-D mask from; from it and the padding
-comes None, where attention alone knows what is seen, or
+Two functions are registered, one that makes masks and one that attends. The first makes None, where the second knows by itself
+what is seen, or
 
 * (batch, keys) of bool: which keys are no padding, where a query also sees none that come after it;
 * (batch, 1, 1, keys) of bool: the same, where it sees all others;
 * (batch, rows) of int32: the number of each row's sequence, where several are packed in a row.
 
-Rows with padding are computed as packed sequences, the padding between them as sequences of which nothing is used: no length comes
-to the host.
+Rows with padding are computed as packed sequences, the padding between them as sequences of which nothing is used: no length
+comes to the host. In compiled code, where nobody can look into a mask function, it is checked on the device.
 """
 
 from __future__ import annotations
@@ -61,7 +61,12 @@ class _Known:
 def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, device=None,
                    **kwargs):
     """The mask of a forward pass, or None: see above. ``attention_mask`` (batch, all keys so far) is False at padding."""
-    kind, window, packed = _kind_of(mask_function)
+    if torch.compiler.is_compiling():
+        packed = None
+        kind, window = _kind_in_compiled_code(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, device,
+                                              **kwargs)
+    else:
+        kind, window, packed = _kind_of(mask_function)
     if packed is not None:
         return packed.to(torch.int32)
     keep = attention_mask
@@ -84,7 +89,7 @@ def attention_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mas
         return filled if keep is None else _filled(keep, kv_length) & filled
     end = int(q_offset) + q_length - kv_offset      # what follows in a static cache is not there yet
     if keep is None:
-        if end == kv_length and (window is None or kv_length <= window):
+        if end == kv_length and (tracing or window is None or kv_length <= window):
             return None
         keep = torch.ones(batch_size, end, dtype=torch.bool, device=device)
     keep = _filled(keep, kv_length)[:, :end]
@@ -113,8 +118,8 @@ def _filled(keep, kv_length: int):
 
 def _check_runs(keep) -> None:
     if bool(((keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0] > 1).any()):
-        raise NotImplementedError("an attention_mask with padding inside of a row is not supported by cuflash; padding before and "
-                                  "after it is")
+        raise NotImplementedError("an attention_mask with padding inside of a row is not supported by cuflash; padding before "
+                                  "and after it is")
 
 
 def _kind_of(mask_function) -> tuple:
@@ -136,11 +141,38 @@ def _kind_of(mask_function) -> tuple:
         elif name in ("causal_mask_function", "bidirectional_mask_function"):
             kind = name.removesuffix("_mask_function")
         else:
-            raise NotImplementedError(f"the mask {name} is not supported by cuflash: only causal, bidirectional, sliding windows, "
-                                      "padding and packed sequences are")
+            raise NotImplementedError(f"the mask {name} is not supported by cuflash: only causal, bidirectional, sliding "
+                                      "windows, padding and packed sequences are")
     if kind is None:
         raise NotImplementedError("a mask that is neither causal nor bidirectional is not supported by cuflash")
     return kind, window, packed
+
+
+def _kind_in_compiled_code(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, device, local_size=None,
+                           use_vmap=False, **kwargs) -> tuple:
+    """(kind, window), from what is said beside a mask function.
+
+    What the function itself says of the pairs of rows at the edges of that mask is checked on the device.
+    """
+    if use_vmap:
+        raise NotImplementedError("a mask with functions of the model's own is not supported by cuflash")
+    kind = "bidirectional" if "allow_is_bidirectional_skip" in kwargs else "causal"
+    window = None if local_size is None else local_size + (kind == "bidirectional")
+    rows = torch.arange(q_length, device=device) + q_offset
+    seen, hidden = ([-1], [1]) if kind == "causal" else ([-1, 1], [])
+    if window is not None:
+        seen = [distance for distance in seen if abs(distance) < window] + [1 - window]
+        hidden.append(-window)
+    batch, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+    for distance in (*seen, *hidden):
+        keys = rows + distance
+        exists = (keys >= kv_offset) & (keys < kv_offset + kv_length)
+        inside = torch.where(exists, keys, rows)        # a function may index with them
+        said = mask_function(batch, head, rows[None], inside[None])
+        wrong = (said if distance in hidden else ~said) & exists
+        torch._assert_async(~wrong.any(), "in compiled code cuflash supports causal, bidirectional and sliding window masks of "
+                                          "transformers, not this one, as that of packed sequences")
+    return kind, window
 
 
 # -------------------------------------------------------------------------------------------------------------- attention
@@ -149,8 +181,8 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
                       is_causal=None, s_aux=None, position_bias=None, **kwargs):
     """(out (batch, seqlen, heads, head_dim), None) of query, key and value (batch, heads, seqlen, head_dim)."""
     if dropout:
-        raise NotImplementedError(f"dropout is not supported by cuflash; got {dropout}: only 0.0 is allowed (attention_dropout of the "
-                                  "configuration, or model.eval())")
+        raise NotImplementedError(f"dropout is not supported by cuflash; got {dropout}: only 0.0 is allowed (attention_dropout "
+                                  "of the configuration, or model.eval())")
     for name, value_of in (("s_aux", s_aux), ("position_bias", position_bias), ("block_table", kwargs.get("block_table")),
                            ("output_attentions", kwargs.get("output_attentions") or None)):
         if value_of is not None:
@@ -189,12 +221,12 @@ def _check_mask(mask, q, k, sliding_window) -> None:
     is_packed = mask.ndim == 2 and mask.dtype is torch.int32
     is_padding = mask.dtype is torch.bool and (mask.ndim == 2 or mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1)
     if not (is_packed or is_padding) or mask.shape[0] != q.shape[0] or mask.shape[-1] > k.shape[1]:
-        raise NotImplementedError("attention_mask must be one that cuflash made of a mask of padding; got shape "
-                                  f"{tuple(mask.shape)} of {mask.dtype} for {k.shape[1]} keys: masks of other kinds are not supported")
+        raise NotImplementedError("attention_mask must be one that cuflash made of a mask of padding, others are not supported; "
+                                  f"got shape {tuple(mask.shape)} of {mask.dtype} for {k.shape[1]} keys")
     known = getattr(mask, "cuflash", None)
     if known is not None and known.window is not None and known.window != sliding_window and mask.shape[-1] > known.window:
-        raise NotImplementedError(f"the mask has a sliding window of {known.window}, of which the model does not tell the attention "
-                                  f"(sliding_window {sliding_window}): this is not supported by cuflash")
+        raise NotImplementedError(f"sliding_window must be that of the mask, {known.window}; got {sliding_window}: models that "
+                                  "do not hand it to the attention are not supported by cuflash")
 
 
 def _check_unknown(keep) -> None:
