@@ -45,6 +45,8 @@ class Case:
     lengths: tuple[int, ...] = ()
     wall: bool = False
 
+    clocked = False  # by the host's clock too: see bench/decode.py
+
     @property
     def name(self) -> str:
         """All that tells it from the other cases of a suite: "d128 s2048 b8 h16 causal"."""
@@ -95,6 +97,11 @@ class Case:
         return 2 * self.heads_q * self.pairs * widths
 
     @property
+    def work(self) -> float:
+        """What rates count: problems are compared by the time for the same work."""
+        return self.flops
+
+    @property
     def bytes(self) -> int:
         """Each input read once, each output written once: a backward reads out, dout and lse too, and writes as much
         as q, k and v are.
@@ -129,6 +136,30 @@ class Case:
     def result_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of what a call returns: out, or dq, dk and dv."""
         return self.shapes if self.backward else (self.out_shape,)
+
+    @property
+    def by_row(self) -> bool:
+        """Errors are measured by the size of their row."""
+        return self.backward
+
+    @property
+    def tolerance(self) -> float:
+        """Errors up to this are those of a right result."""
+        return TOLERANCE[self.dtype]
+
+    @property
+    def answer(self) -> Case:
+        """Cases that have this in common have the same result."""
+        return self
+
+    @property
+    def facts(self) -> dict:
+        """What a record says about it, beside what it says about every case."""
+        return {"lengths": self.lengths} if self.lengths else {}
+
+    def rates(self, seconds: float) -> dict:
+        """What a record says about the speed of it, beside what it says of every case."""
+        return {}
 
     @property
     def starts(self) -> list[int]:
@@ -277,6 +308,21 @@ def _varlen(dtype, head_dims, seqlens, masks):
     ]
 
 
+def _decoding(name):
+    """A suite of bench/decode.py. Its sizes are its own: head_dims and seqlens choose among them."""
+
+    def make(dtype, head_dims, seqlens, masks):
+        from . import decode  # which builds on this module
+
+        return [
+            case
+            for case in decode.suite(name, dtype, masks[-1])
+            if case.head_dim in (head_dims or (case.head_dim,)) and case.seqlen_k in (seqlens or (case.seqlen_k,))
+        ]
+
+    return make, ("bfloat16", "float16"), (), ()
+
+
 # name -> (cases, dtypes that it is about, the usual one first, head_dims, seqlens)
 _SUITES = {
     "forward": (_forward, ("bfloat16", "float16"), (64, 128, 256), _SEQLENS),
@@ -287,15 +333,16 @@ _SUITES = {
     "small": (_small, ("bfloat16", "float16"), (128,), (128, 256, 512, 1024)),
     "backward": (_backward, ("bfloat16", "float16"), (64, 128, 256), (2048, 4096, 16384)),
     "varlen": (_varlen, ("bfloat16", "float16"), (64, 128), (2048, 1024)),
+    **{name: _decoding(name) for name in ("decode", "decode-paged", "decode-queries", "decode-mla", "decode-append")},
 }
 SUITES = tuple(_SUITES)
 
 
 def suite(name: str, *, dtype=None, head_dims=(), seqlens=(), causal: bool | None = None) -> list[Case]:
     """The cases of a suite; ``head_dims``, ``seqlens`` and ``causal`` (None: without and with) replace its
-    own.
+    own. Of decoding, ``head_dims`` and ``seqlens`` (of keys) choose among its own, and ``causal`` None is True.
 
-    Raises ValueError for a name or dtype that it does not have.
+    Raises ValueError for a name or dtype that it does not have, and if no case is left.
     """
     if name not in _SUITES:
         raise ValueError(f"suite must be one of {', '.join(SUITES)}; got {name!r}")
@@ -304,7 +351,10 @@ def suite(name: str, *, dtype=None, head_dims=(), seqlens=(), causal: bool | Non
     if dtype not in dtypes:
         raise ValueError(f"dtype of suite {name} must be one of {', '.join(dtypes)}; got {dtype!r}")
     masks = (False, True) if causal is None else (causal,)
-    return make(dtype, tuple(head_dims) or usual_head_dims, tuple(seqlens) or usual_seqlens, masks)
+    cases = make(dtype, tuple(head_dims) or usual_head_dims, tuple(seqlens) or usual_seqlens, masks)
+    if not cases:
+        raise ValueError(f"suite {name} has no case of head_dim {head_dims or 'any'} and seqlen {seqlens or 'any'}")
+    return cases
 
 
 def table(
@@ -317,10 +367,15 @@ def table(
     hidden=2048,
     backward: bool = False,
     varlen: bool = False,
+    decode: bool = False,
 ) -> list[Case]:
     """Cases of ``tokens`` tokens and ``hidden // head_dim`` heads each, for any dtype: square, or with ``varlen``
-    packed sequences of lengths drawn from 1 to seqlen.
+    packed sequences of lengths drawn from 1 to seqlen, or with ``decode`` one query on each seqlen keys in a cache.
     """
+    if decode:
+        from .decode import table
+
+        return table(dtype, head_dims, seqlens, causal is not False, tokens, hidden)
     masks = (False, True) if causal is None else (causal,)
     cases = _forward(dtype, head_dims, seqlens, masks, tokens, hidden, suite="table")
     if varlen:
@@ -340,25 +395,38 @@ def _filled(tokens: int, longest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a case must reach: ``cuflash`` at least ``bound`` times as fast as the contender; ``keeps``: the contender
-    at least ``bound`` times as fast as ``cuflash``; without a contender, at most ``bound`` seconds a call.
+    """What a case must reach: ``cuflash`` at least ``bound`` times as fast as the contender, by the ``clock`` of single or
+    queued calls if one is named; ``keeps``: the contender at least ``bound`` times as fast as ``cuflash``. Without a
+    contender: at least ``bound`` of the ``figure`` of the record, or at most ``bound`` seconds a call.
     """
 
     bound: float
     contender: str | None = None
     keeps: bool = False
+    figure: str | None = None
+    clock: str | None = None
 
-    def judge(self, seconds: float, speed_over: float | None) -> dict | None:
-        """What was reached, for the record; None if the contender took no part."""
+    def judge(self, entry: dict, speed_over: dict | None) -> dict | None:
+        """What was reached, for the record: ``entry`` is that of cuflash, ``speed_over`` its speed over the contender by
+        clock, "ratio" that of its kernels. None if the contender took no part.
+        """
+        if self.figure is not None:
+            value = entry[self.figure]
+            return {"what": self.figure, "value": value, "asked": self.bound, "ok": value >= self.bound}
         if self.contender is None:
+            seconds = entry["median_s"]
             return {"what": "ms", "value": round(seconds * 1e3, 4), "asked": self.bound * 1e3, "ok": seconds <= self.bound}
-        if speed_over is None:
+        ratio = (speed_over or {}).get(self.clock or "ratio")
+        if ratio is None:
             return None
-        value = 1 / speed_over if self.keeps else speed_over
+        value = 1 / ratio if self.keeps else ratio
         what = f"{self.contender} over cuflash" if self.keeps else f"cuflash over {self.contender}"
-        return {"what": what, "value": round(value, 4), "asked": self.bound, "ok": value >= self.bound}
+        if self.clock:
+            what += f", {self.clock} calls"
+        return {"what": what, "value": round(value, 4), "asked": round(self.bound, 4), "ok": value >= self.bound}
 
 
+@functools.singledispatch
 def asked(case: Case) -> list[Asked]:
     """The targets of the suites that have some."""
     if case.suite == "backward":
@@ -377,7 +445,7 @@ def asked(case: Case) -> list[Asked]:
 @dataclass(frozen=True)
 class Arrays:
     """q, k and v of a case, of ``framework`` "torch" (on a GPU), "cupy" or "numpy"; dout for a backward; ``starts``,
-    the int32 ``cu_seqlens``, for packed sequences.
+    the int32 ``cu_seqlens``, for packed sequences. ``turns``: the same in several places, for calls to take in turns.
     """
 
     framework: str
@@ -386,17 +454,24 @@ class Arrays:
     v: object
     dout: object = None
     starts: object = None
+    turns: tuple = ()
 
 
+@functools.singledispatch
 def make_arrays(case: Case, framework: str) -> Arrays:
     """Normal values, made where they are needed; on the current device and stream."""
-    make = {"torch": _torch_normal, "cupy": _cupy_normal, "numpy": _numpy_normal}[framework]
-    q, k, v, *dout = make(case, (*case.shapes, case.out_shape) if case.backward else case.shapes)
-    starts = _int32(case.starts, framework) if case.lengths else None
+    q, k, v, *dout = normal(case, framework, (*case.shapes, case.out_shape) if case.backward else case.shapes)
+    starts = int32(case.starts, framework) if case.lengths else None
     return Arrays(framework, q, k, v, dout[0] if dout else None, starts)
 
 
-def _int32(values, framework):
+def normal(case: Case, framework: str, shapes) -> list:
+    """Arrays of normal values."""
+    make = {"torch": _torch_normal, "cupy": _cupy_normal, "numpy": _numpy_normal}[framework]
+    return make(case, shapes)
+
+
+def int32(values, framework):
     if framework == "torch":
         torch = sys.modules["torch"]
         return torch.tensor(values, dtype=torch.int32, device="cuda")
@@ -469,12 +544,16 @@ def to_host(x) -> np.ndarray:
         return x.astype(np.float64)
     if hasattr(x, "data_ptr"):
         return x.detach().double().cpu().numpy()
+    return as_words(x).get().view(x.dtype).astype(np.float64)
+
+
+def as_words(x):
+    """A CuPy array of bfloat16 as one of its bits, since not every CuPy has all operations for it; others as they are."""
+    if hasattr(x, "data_ptr") or isinstance(x, np.ndarray) or x.dtype.name != "bfloat16":
+        return x
     import cupy
 
-    if x.dtype.name == "bfloat16":  # as bits: not every CuPy has all operations for it
-        bits = cupy.ndarray(x.shape, np.uint16, memptr=x.data, strides=x.strides)
-        return bits.get().view(x.dtype).astype(np.float64)
-    return x.get().astype(np.float64)
+    return cupy.ndarray(x.shape, np.uint16, memptr=x.data, strides=x.strides)
 
 
 def largest_difference(a, b) -> float:
@@ -489,11 +568,8 @@ def largest_difference(a, b) -> float:
 
 
 def _cupy_wide(x):
-    import cupy
-
     if x.dtype.name == "bfloat16":
-        bits = cupy.ndarray(x.shape, np.uint16, memptr=x.data, strides=x.strides)
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return (as_words(x).astype(np.uint32) << np.uint32(16)).view(np.float32)
     return x if x.dtype == np.float64 else x.astype(np.float32)
 
 
@@ -551,6 +627,11 @@ class Truth:
         return float(np.max(worst))
 
 
+@functools.singledispatch
+def truth_of(case: Case, arrays: Arrays) -> Truth:
+    return Truth(case, arrays)
+
+
 def _some(seqlen: int, rng) -> np.ndarray:
     return np.unique(np.concatenate([[0, seqlen - 1], rng.integers(0, seqlen, 30)]))
 
@@ -579,7 +660,7 @@ def _true_gradients(case: Case, arrays: Arrays, number: int, head: int, rng):
 
     A column of the score matrix needs every row's softmax, so all of it is computed, in chunks, where the arrays are.
     """
-    xp, wide = _library(arrays)
+    xp, wide = library_of(arrays)
     alone, group = case.alone(number), case.heads_q // case.heads_k
     rows_q, rows_k = _some(alone.seqlen_q, rng), _some(alone.seqlen_k, rng)
     keys = rows_k.tolist()
@@ -590,7 +671,7 @@ def _true_gradients(case: Case, arrays: Arrays, number: int, head: int, rng):
         q, dout = (wide(case.part(x, number, h)) for x in (arrays.q, arrays.dout))
         for start in range(0, alone.seqlen_q, _CHUNK):
             stop = min(start + _CHUNK, alone.seqlen_q)
-            first, last = (_like(key, x) for x in alone.visible(np.arange(start, stop)))
+            first, last = (like(key, x) for x in alone.visible(np.arange(start, stop)))
             p = q[start:stop] @ k.T * scale
             p[(key < first[:, None]) | (key > last[:, None])] = -np.inf
             top = xp.amax(p, 1)
@@ -610,7 +691,7 @@ def _true_gradients(case: Case, arrays: Arrays, number: int, head: int, rng):
     return [(rows_q, np.concatenate(dq) * scale), (rows_k, to_host(dk) * scale), (rows_k, to_host(dv))]
 
 
-def _library(arrays: Arrays):
+def library_of(arrays: Arrays):
     """(the library that computes the truth of arrays, a function that takes them there in float64): their own, or
     NumPy for CuPy without cuBLAS.
     """
@@ -627,7 +708,7 @@ def _library(arrays: Arrays):
     return np, to_host
 
 
-def _like(x, values: np.ndarray):
+def like(x, values: np.ndarray):
     """A NumPy array in the library and on the device of ``x``."""
     if hasattr(x, "data_ptr"):
         return sys.modules["torch"].as_tensor(values, device=x.device)

@@ -1,7 +1,7 @@
 """Every contender behind one signature: ``make(case, arrays) -> callable``, called once a run.
 
-It returns out (batch, seqlen_q, heads_q, head_dim_v), or dq, dk and dv of a backward, or those of packed sequences
-(total, heads, head_dim), in whatever memory the contender takes for it. Making views, masks and plans, and the forward
+It returns out (batch, seqlen_q, heads_q, head_dim_v), of decoding too, or dq, dk and dv of a backward, or those of packed
+sequences (total, heads, head_dim), in whatever memory the contender takes for it. Making views, masks and plans, and the forward
 that a backward needs, is done outside. ``Unavailable`` says why a contender does not take part: it is not installed,
 or has no such case.
 """
@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from cuflash import config
 from cuflash.problem import ITEMSIZE
 
 from .cases import Arrays, Case
+from .decode import BESIDE, DecodeArrays, DecodeCase
 
 
 class Unavailable(Exception):
@@ -64,7 +66,15 @@ def _require_half(case: Case) -> None:
 # cuflash
 
 
-def _cuflash(case: Case, arrays: Arrays, tier: str | None = None, deterministic: bool = False) -> Callable:
+def _cuflash(
+    case: Case, arrays: Arrays, tier: str | None = None, deterministic: bool = False, through_cupy: bool = False
+) -> Callable:
+    if through_cupy:
+        _require(arrays.framework == "torch", f"the arrays are {arrays.framework}'s already")
+        _require(isinstance(case, DecodeCase), "only decoding is compared between CuPy and torch")
+        given = {name: as_cupy(x) for name, x in arrays.given.items()}
+        q, k, v = (as_cupy(x) for x in (arrays.q, arrays.k, arrays.v))
+        arrays = replace(arrays, framework="cupy", q=q, k=k, v=v, given=given)
     if tier is None:
         return _cuflash_call(case, arrays, deterministic)
     _require(arrays.framework != "numpy", "tiers are for GPUs")
@@ -80,6 +90,10 @@ def _cuflash(case: Case, arrays: Arrays, tier: str | None = None, deterministic:
 
 def _cuflash_call(case, arrays, deterministic):
     q, k, v, options = arrays.q, arrays.k, arrays.v, case.options
+    if isinstance(case, DecodeCase):
+        _require(not deterministic, "every forward is deterministic")
+        function, options = cuflash.attention_with_kvcache, options | arrays.given
+        return lambda: function(q, k, v, **options)
     starts = (arrays.starts, arrays.starts) if case.lengths else ()  # no max_seqlen: the host need not know it
     forward = cuflash.attention_varlen if case.lengths else cuflash.attention
     if not case.backward:
@@ -181,7 +195,8 @@ def as_cupy(x):
         return x
     from cuflash.arrays import numpy_dtype
 
-    dtype = numpy_dtype(str(x.dtype).removeprefix("torch."))
+    name = str(x.dtype).removeprefix("torch.")
+    dtype = np.dtype(name) if name.startswith("int") else numpy_dtype(name)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     memory = cupy.cuda.UnownedMemory(x.data_ptr(), extent * dtype.itemsize, x, x.device.index)
     return cupy.ndarray(
@@ -362,7 +377,9 @@ def _sdpa(backend: str, case: Case, arrays: Arrays) -> Callable:
     kind = getattr(attention.SDPBackend, backend, None)
     _require(kind is not None, f"torch {torch.__version__} has no {backend}")
     _require(case.window is None, "scaled_dot_product_attention has no window")
-    _require(not case.causal or case.seqlen_q == case.seqlen_k, "its causal mask is aligned top-left")
+    # A single query sees all keys, by a mask that is aligned bottom-right.
+    causal = case.causal and case.seqlen_q > 1
+    _require(not causal or case.seqlen_q == case.seqlen_k, "its causal mask is aligned top-left")
     if backend in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         _require_half(case)
     if backend == "MATH":
@@ -374,7 +391,7 @@ def _sdpa(backend: str, case: Case, arrays: Arrays) -> Callable:
         return _flash_backward(torch, case, arrays)
     if case.backward and backend == "CUDNN_ATTENTION":
         return _cudnn_backward(torch, case, arrays)
-    options = {"is_causal": case.causal}
+    options = {"is_causal": causal}
     if case.heads_q != case.heads_k:
         options["enable_gqa"] = True
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -471,6 +488,8 @@ def _fa3(case: Case, arrays: Arrays) -> Callable:
     name = next(filter(_is_installed, _NEEDS["fa3"]), _NEEDS["fa3"][0])
     _require(not case.backward or not name.startswith("fa3_fwd"), f"{name} has no backward")
     module = _module(name)
+    if isinstance(case, DecodeCase):
+        return _fa3_decode(module, case, arrays)
     options = {"causal": case.causal}
     if case.window is not None:
         options["window_size"] = _sides(case, -1)
@@ -481,6 +500,19 @@ def _fa3(case: Case, arrays: Arrays) -> Callable:
         return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, *batch, **options)), arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
     return lambda: _first(attention(q, k, v, *batch, **options))
+
+
+def _fa3_decode(module, case: DecodeCase, arrays: DecodeArrays) -> Callable:
+    q, k, v, given = arrays.q, arrays.k, arrays.v, arrays.given
+    options = {"k": given.get("k"), "v": given.get("v"), "cache_seqlens": given["cache_seqlens"], "causal": case.causal}
+    if case.page_size:
+        options["page_table"] = given["block_table"]
+    if case.v_is_k:  # it takes the columns that are values too apart from the others
+        _require(not case.appended, "it appends to no keys that are values too")
+        options["qv"] = q[..., : case.head_dim_v]
+        q, k = (x[..., case.head_dim_v :] for x in (q, k))
+    attention = module.flash_attn_with_kvcache
+    return lambda: _first(attention(q, k, v, **options))
 
 
 def _fa4(case: Case, arrays: Arrays) -> Callable:
@@ -550,9 +582,17 @@ def tier_of(name: str) -> str | None:
     return name.partition("/")[2] or None
 
 
-# Of cuflash, each also with a tier behind it, "cuflash-deterministic/simt": the deterministic backward, and what packed
-# sequences are compared with (`problem_of`).
-_OWN = {"cuflash": {}, "cuflash-deterministic": {"deterministic": True}, "cuflash-dense": {}}
+# Of cuflash, each also with a tier behind it, "cuflash-deterministic/simt": the deterministic backward, calls with CuPy
+# arrays on the memory of torch's, and what a case is compared with (`problem_of`).
+_OWN = {
+    "cuflash": {},
+    "cuflash-deterministic": {"deterministic": True},
+    "cuflash-cupy": {"through_cupy": True},
+    "cuflash-dense": {},
+    **{name: {} for name in BESIDE},
+}
+# Whose calls are timed by the host's clock too, where they are those of a decoding.
+_CLOCKED = ("cuflash", "cuflash-cupy", "fa3")
 
 CONTENDERS: dict[str, Callable[[Case, Arrays], Callable]] = {
     **{
@@ -581,6 +621,11 @@ USUAL = {
     # What the targets need: a peer that draws more power in the rotation slows the others down.
     "backward": ("cuflash-deterministic", "sdpa_flash"),
     "varlen": ("cuflash-dense", "sdpa_flash", "fa3"),
+    "decode": ("cuflash-cupy", "fa3", "sdpa_flash", "sdpa_cudnn"),
+    "decode-paged": ("cuflash-contiguous", "fa3"),
+    "decode-queries": ("cuflash-one-query", "fa3"),
+    "decode-mla": ("fa3",),
+    "decode-append": ("cuflash-no-append", "cuflash-uniform", "fa3"),
 }
 
 # The modules of each, any of which will do.
@@ -599,16 +644,40 @@ def make(name: str, case: Case, arrays: Arrays) -> Callable:
     """A contender ready for a case, called at least once by nobody yet. Raises Unavailable, or what its own
     code does.
     """
+    if isinstance(case, DecodeCase) and not is_cuflash(name) and name != "fa3":
+        _require(case.is_plain, "takes no pages, no lengths of its own for each request and no new keys")
+    if arrays.turns:
+        return InTurns([CONTENDERS[name](case, one) for one in arrays.turns])
     return CONTENDERS[name](case, arrays)
+
+
+class InTurns:
+    """Callables that do the same in other places; each call is that of the next one."""
+
+    def __init__(self, calls):
+        self.calls = calls
+        self._next = itertools.cycle(calls).__next__
+
+    def __call__(self):
+        return self._next()()
 
 
 def problem_of(name: str, case: Case) -> Case:
     """The case that a contender computes: another one for that whose rate is the measure. Raises Unavailable."""
-    if not name.startswith("cuflash-dense"):
+    what = name.partition("/")[0]
+    if what in BESIDE:
+        beside = BESIDE[what](case) if isinstance(case, DecodeCase) else None
+        _require(beside is not None, "would be the case itself")
+        return beside
+    if what != "cuflash-dense":
         return case
     _require(bool(case.lengths), "the sequences are not packed")
     _require(not case.wall, "compares rates, not the host's time")
     return case.dense
+
+
+def is_clocked(name: str) -> bool:
+    return name.partition("/")[0] in _CLOCKED
 
 
 def is_cuflash(name: str) -> bool:

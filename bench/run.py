@@ -6,6 +6,7 @@ For example ``python -m bench.run --suite forward --peers sdpa_flash,fa3 --json 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -23,8 +24,9 @@ from cuflash.arrays import View
 from cuflash.memory import contiguous_strides
 
 from . import cases as cases_module
-from . import peers, record
-from .cases import TOLERANCE, Arrays, Case, Truth, asked, largest_difference, largest_relative_difference, make_arrays
+from . import decode, peers, record
+from .cases import Arrays, Case, asked, largest_difference, largest_relative_difference, make_arrays, to_host, truth_of
+from .decode import DecodeCase
 from .timing import CudaTimer, Timing, WallTimer, captured, measure, shared_stream
 
 CALLS_A_GRAPH = 20
@@ -83,9 +85,10 @@ class Bench:
         self.say(record.headline(environment))
         if torch is not None:
             self.say(f"torch {torch.__version__}, cuDNN {environment['cudnn']}")
-        self.say(
-            f"TFLOP/s on {self.framework} arrays; in brackets the speed of {self.main} over that of a peer"
-        )
+        figure = "TB/s of keys and values" if any(isinstance(case, DecodeCase) for case in cases) else "TFLOP/s"
+        self.say(f"{figure} on {self.framework} arrays; in brackets the speed of {self.main} over that of a peer")
+        if any(case.clocked for case in cases):
+            self.say(f"and in a second line us a call by the host's clock: one at a time / in a queue of {CALLS_A_QUEUE}")
         if any(case.wall for case in cases):
             self.say(f"or, where the host counts, us a call: one at a time / in a queue of {CALLS_A_QUEUE}")
         names = []
@@ -152,7 +155,7 @@ class Bench:
             "name": case.name,
             "dtype": case.dtype,
             "shapes": case.shapes,
-            **({"lengths": case.lengths} if case.lengths else {}),
+            **case.facts,
             "options": case.options,
             "backward": case.backward,
             "flops": case.flops,
@@ -160,34 +163,10 @@ class Bench:
             "results": {},
         }
         timer = self._timer(case)
-        calls, data = {}, {}
-        for name in names:
-            entry = one["results"][name] = {}
-            try:
-                problem = peers.problem_of(name, case)
-                if problem not in data:
-                    data[problem] = _Data(problem, self.framework)
-                if problem is not case:
-                    entry["problem"] = {"name": problem.name, "shapes": problem.shapes, "flops": problem.flops}
-                call = peers.make(name, problem, data[problem].arrays)
-                self._check(name, call, data[problem], entry)
-                if "failed" not in entry:
-                    entry["mode"], calls[name] = self._timed_as(call, case)
-            except peers.Unavailable as error:
-                entry["unavailable"] = str(error)
-            except Exception as error:
-                entry["failed"] = peers.one_line(error)
-                if not timer.alive():
-                    one["aborted"] = True
-                    for earlier in calls:
-                        one["results"][earlier]["failed"] = f"not timed: {name} has lost the CUDA context"
-                    return one
-        del data
-        settings = (
-            {"min_runs": 5, "min_seconds": self.min_seconds / 4, "rounds": 1}
-            if self.quick
-            else {"min_seconds": self.min_seconds}
-        )
+        calls, single_calls = self._prepare(case, names, one, timer)
+        if one.get("aborted"):
+            return one
+        settings = self._settings(case)
         for name, timing in measure(calls, timer, **settings).items():
             entry = one["results"][name]
             if isinstance(timing, Timing):
@@ -199,10 +178,68 @@ class Bench:
                 entry["failed"] = peers.one_line(timing)
                 one["aborted"] = one.get("aborted", False) or not timer.alive()
         if case.wall and not one.get("aborted"):
-            self._queue(calls, one, settings)
+            self._clock(single_calls, one, "queued", CALLS_A_QUEUE, settings)
+        if case.clocked and not one.get("aborted"):
+            clocked = {name: call for name, call in single_calls.items() if peers.is_clocked(name)}
+            self._clock(clocked, one, "single", 1, settings)
+            self._clock(clocked, one, "queued", CALLS_A_QUEUE, settings | {"min_runs": 3})
+            clocked.clear()
         self._compare(case, one)
+        calls.clear()  # with what they hold
+        single_calls.clear()
         self._release()
         return one
+
+    def _prepare(self, case: Case, names, one: dict, timer) -> tuple[dict, dict]:
+        """What is timed of each contender, and a single call of it; ``one`` gets what was found when they were checked."""
+        calls, single_calls, data, references = {}, {}, {}, {}
+        for name in names:
+            entry = one["results"][name] = {}
+            try:
+                problem = peers.problem_of(name, case)
+                if problem not in data:
+                    data[problem] = _Data(problem, self.framework, references, self._caches(problem))
+                if problem is not case:
+                    entry["problem"] = {
+                        "name": problem.name,
+                        "shapes": problem.shapes,
+                        "flops": problem.flops,
+                        **problem.facts,
+                    }
+                call = peers.make(name, problem, data[problem].arrays)
+                self._check(name, call, data[problem], entry)
+                if "failed" not in entry:
+                    entry["mode"], calls[name] = self._timed_as(call, case)
+                    single_calls[name] = call
+            except peers.Unavailable as error:
+                entry["unavailable"] = str(error)
+            except Exception as error:
+                entry["failed"] = peers.one_line(error)
+                if not timer.alive():
+                    one["aborted"] = True
+                    for earlier in calls:
+                        one["results"][earlier]["failed"] = f"not timed: {name} has lost the CUDA context"
+                    break
+        return calls, single_calls
+
+    def _settings(self, case: Case) -> dict:
+        """How long a contender is measured."""
+        settings = {"min_seconds": self.min_seconds}
+        if isinstance(case, DecodeCase):  # a run is a millisecond or more, and all that is asked of a GPU is its memory
+            settings = {"min_runs": 6, "min_seconds": self.min_seconds / 2}
+        if self.quick:
+            settings = {"min_runs": 5, "min_seconds": self.min_seconds / 4, "rounds": 1}
+        return settings
+
+    def _caches(self, case: Case) -> int:
+        """The places that hold the inputs of a case, for calls to take in turns."""
+        if not isinstance(case, DecodeCase) or self.device_id is None or self.timer is not None or not self.flush:
+            return 1
+        runtime = jit.import_cupy().cuda.runtime
+        return case.caches(runtime.getDeviceProperties(self.device_id)["l2CacheSize"])
+
+    def _calls_a_graph(self, case: Case) -> int:
+        return case.calls_a_graph(self._caches(case)) if isinstance(case, DecodeCase) else CALLS_A_GRAPH
 
     def _timer(self, case: Case):
         if self.timer is not None:
@@ -212,46 +249,51 @@ class Bench:
         timer = CudaTimer(
             cold=self.flush and not case.graph,
             monitor=record.monitor(self.device_id),
-            calls_a_run=CALLS_A_GRAPH if case.graph else 1,
+            calls_a_run=self._calls_a_graph(case) if case.graph else 1,
         )
-        if not case.wall:
-            return timer
-        return WallTimer(jit.import_cupy().cuda.get_current_stream().synchronize, alive=timer.alive)
+        return self._wall_timer(1, timer.alive) if case.wall else timer
 
-    def _queue(self, calls, one, settings):
-        """The same calls without waiting in between: what a loop sees whose results are not needed at once."""
+    def _wall_timer(self, calls_a_run: int, alive=lambda: True):
+        if self.device_id is None:
+            return WallTimer(calls_a_run=calls_a_run)
+        return WallTimer(jit.import_cupy().cuda.get_current_stream().synchronize, calls_a_run, alive)
+
+    def _clock(self, calls, one, key: str, calls_a_run: int, settings):
+        """The calls by the host's clock, a wait after each; or queued, with one wait for many: what a loop sees whose
+        results are not needed at once.
+        """
         timed = {name: call for name, call in calls.items() if "median_s" in one["results"][name]}
-        timer = self.timer
-        if timer is None and self.device_id is None:
-            timer = WallTimer(calls_a_run=CALLS_A_QUEUE)
-        elif timer is None:
-            timer = WallTimer(jit.import_cupy().cuda.get_current_stream().synchronize, CALLS_A_QUEUE)
+        timer = self.timer or self._wall_timer(calls_a_run)
         for name, timing in measure(timed, timer, **settings).items():
             entry = one["results"][name]
             if isinstance(timing, Timing):
-                entry["queued"] = {"calls": CALLS_A_QUEUE, **timing.record()}
+                entry[key] = {"calls": calls_a_run, **timing.record()}
             else:
-                entry["queued"] = {"failed": peers.one_line(timing)}
+                entry[key] = {"failed": peers.one_line(timing)}
 
     def _check(self, name, call, data, entry):
         """One call, its result against the truth and against cuflash's, which the first of them leaves in ``data``."""
         case = data.case
-        tolerance = TOLERANCE[case.dtype]
+        tolerance = case.tolerance
         _poison(case, data.arrays)
         result = call()
         entry["max_error"] = float(f"{data.truth.error(result):.3g}")
         if not entry["max_error"] <= tolerance:
-            far = f"{entry['max_error']} of a row's size" if case.backward else entry["max_error"]
+            far = f"{entry['max_error']} of a row's size" if case.by_row else entry["max_error"]
             entry["failed"] = f"wrong result: off by {far} from float64"
             return
-        if data.reference is None:
+        if isinstance(case, DecodeCase):
+            result = to_host(result)  # few rows, and not all of one library
+        reference = data.references.get(case.answer)
+        if reference is None:
             if peers.is_cuflash(name):
-                data.reference = result
+                data.references[case.answer] = result
             return
-        if case.backward:
-            difference = max(map(largest_relative_difference, result, data.reference))
+        if case.by_row:
+            results = (result, reference) if case.backward else ((result,), (reference,))
+            difference = max(map(largest_relative_difference, *results))
         else:
-            difference = largest_difference(result, data.reference)
+            difference = largest_difference(result, reference)
         entry["max_difference"] = float(f"{difference:.3g}")
         if not entry["max_difference"] <= 2 * tolerance:
             entry["failed"] = f"wrong result: off by {entry['max_difference']} from {self.main}"
@@ -264,18 +306,20 @@ class Bench:
             return "calls, the host's time included, L2 warm", call
         if not case.graph:
             return ("calls, L2 flushed" if self.flush else "calls, L2 warm"), call
+        count, caches = self._calls_a_graph(case), self._caches(case)
+        where = f"{caches} caches in turn" if caches > 1 else "one cache" if isinstance(case, DecodeCase) else "L2 warm"
         try:
-            graph = captured(call, self.framework, CALLS_A_GRAPH)
+            graph = captured(call, self.framework, count)
             graph()
-            return f"graph of {CALLS_A_GRAPH} calls, L2 warm", graph
+            return f"graph of {count} calls, {where}", graph
         except Exception as error:
 
             def repeated():
-                for _ in range(CALLS_A_GRAPH):
+                for _ in range(count):
                     call()
 
             call()  # raises if it was not only the capture that failed
-            return f"{CALLS_A_GRAPH} calls in a row, L2 warm; no graph: {peers.one_line(error)}", repeated
+            return f"{count} calls in a row, {where}; no graph: {peers.one_line(error)}", repeated
 
     def _rates(self, case: Case, timing: Timing, environment) -> dict:
         tflops = case.flops / timing.median * 1e-12
@@ -285,6 +329,7 @@ class Bench:
             "gb_per_s": float(f"{case.bytes / timing.median * 1e-9:.4g}"),
             "share_of_limit": limit and round(tflops / limit, 4),
             "limit_tflops": limit and round(limit, 1),
+            **case.rates(timing.median),
         }
 
     def _config(self, case: Case, name: str) -> dict | None:
@@ -316,7 +361,7 @@ class Bench:
         for name, entry in timed.items():
             if name == self.main:
                 continue
-            work = case.flops / entry["problem"]["flops"] if "problem" in entry else 1.0
+            work = case.work / peers.problem_of(name, case).work
             rounds = zip(entry["round_medians_s"], mine["round_medians_s"], strict=False)
             by_round = sorted(work * theirs / ours for theirs, ours in rounds)
             one["speed_over"][name] = {
@@ -324,6 +369,10 @@ class Bench:
                 "lowest_round": round(by_round[0], 4),
                 "highest_round": round(by_round[-1], 4),
             }
+            for clock in ("single", "queued") if case.clocked else ():
+                theirs, ours = (it.get(clock, {}).get("median_s") for it in (entry, mine))
+                if theirs and ours:
+                    one["speed_over"][name][clock] = round(work * theirs / ours, 4)
         rivals = {name: entry["median_s"] for name, entry in timed.items() if not peers.is_cuflash(name)}
         if rivals:
             one["best_peer"] = best = min(rivals, key=rivals.get)
@@ -333,7 +382,7 @@ class Bench:
             name = target.contender
             if name and peers.is_cuflash(name):
                 name = peers.own_name(name, peers.tier_of(self.main))
-            verdict = target.judge(mine["median_s"], one["speed_over"].get(name, {}).get("ratio"))
+            verdict = target.judge(mine, one["speed_over"].get(name))
             if verdict is not None:
                 one["asked"].append(verdict)
 
@@ -351,7 +400,7 @@ class Bench:
             if "median_s" not in entry:
                 cells.append(f"{'-' if 'unavailable' in entry else 'FAILED':>23}")
                 continue
-            text = _figures(entry["tflops"])
+            text = _figures(entry.get("tb_per_s", entry["tflops"]))
             if case.wall:
                 queued = entry.get("queued", {}).get("median_s")
                 text = f"{entry['median_s'] * 1e6:.0f}/{f'{queued * 1e6:.0f}' if queued else '-'}"
@@ -362,7 +411,11 @@ class Bench:
                 text += f" ({one['speed_over'][name]['ratio']:.2f}x)"
             cells.append(f"{text:>23}")
         missed = [f"{it['what']} {it['value']:.3g}, asked {it['asked']:.3g}" for it in one.get("asked", ()) if not it["ok"]]
-        return "".join(cells) + (f"   MISSED: {'; '.join(missed)}" if missed else "")
+        line = "".join(cells) + (f"   MISSED: {'; '.join(missed)}" if missed else "")
+        if not case.clocked:
+            return line
+        clocked = (_clocked(one["results"].get(name, {}), one.get("speed_over", {}).get(name, {})) for name in names)
+        return line + "\n" + "".join([f"{'':42}", *(f"{text:>23}" for text in clocked)]).rstrip()
 
     def _tell(self, name: str, reason: str) -> None:
         """Each reason once: most hold for many cases."""
@@ -392,14 +445,27 @@ def _figures(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
 
-class _Data:
-    """Arrays of a problem, the truth of some rows, and the first right result of cuflash."""
+def _clocked(entry: dict, over: dict) -> str:
+    """Microseconds of a call, one at a time and in a queue, and in brackets the speed over it."""
+    seconds = [entry.get(clock, {}).get("median_s") for clock in ("single", "queued")]
+    if None in seconds:
+        return ""
+    ratios = [f"{over[clock]:.2f}" for clock in ("single", "queued") if clock in over]
+    return "/".join(f"{second * 1e6:.1f}" for second in seconds) + (f" ({'/'.join(ratios)}x)" if ratios else "")
 
-    def __init__(self, case: Case, framework: str):
-        self.case, self.reference = case, None
+
+class _Data:
+    """Arrays of a problem, the truth of some rows, and ``references``: the first right result of cuflash by the answer of
+    the case.
+    """
+
+    def __init__(self, case: Case, framework: str, references: dict, caches: int = 1):
+        self.case, self.references = case, references
         try:
             self.arrays = make_arrays(case, framework)
-            self.truth = Truth(case, self.arrays)
+            self.truth = truth_of(case, self.arrays)
+            if caches > 1:
+                self.arrays = decode.in_turns(case, self.arrays, caches)
         except Exception as error:
             raise RuntimeError(f"no data: {peers.one_line(error)}") from error
 
@@ -419,6 +485,8 @@ def _poison(case: Case, arrays: Arrays) -> None:
             poison.data.memset_async(0xFF, poison.nbytes)  # NaN in every format
     else:
         held = []
+    if isinstance(case, DecodeCase):
+        arrays.unappend()
     held.clear()  # not before all are filled: they would share memory
 
 
@@ -427,15 +495,27 @@ def choice_of(case: Case, name: str, device_id: int) -> tuple[problem.Problem, c
     NotImplementedError if it refuses.
     """
 
+    addresses = itertools.count(2**40, 2**40)  # no two arrays share memory
+
     def view(shape, dtype=case.dtype):
         # As arrays.View has them: three axes get a batch of one in front.
         whole = (1, *shape) if len(shape) == 3 else shape
-        return View(whole, contiguous_strides(whole), dtype, f"cuda:{device_id}", 256, "cupy", was_3d=len(shape) == 3)
+        strides, address = contiguous_strides(whole), next(addresses)
+        return View(whole, strides, dtype, f"cuda:{device_id}", address, "cupy", was_3d=len(shape) == 3)
 
     qkv, starts, options = [view(shape) for shape in case.shapes], (), dict(case.options)
     if case.lengths:
         starts = (view((case.batch + 1,), "int32"),) * 2
     device, tier = launch.device_of(device_id), peers.tier_of(name) or config.forced_tier()
+    if isinstance(case, DecodeCase):
+        q, k, v = qkv
+        if case.v_is_k:
+            v = k._replace(shape=v.shape)
+        given = {name: view(shape, dtype) for name, (shape, dtype) in case.given_shapes.items()}
+        if case.v_is_k and case.appended:
+            given["v"] = given["k"]._replace(shape=given["v"].shape)
+        stated = problem.check_attention_with_kvcache(q, k, v, **given, **options)
+        return stated, config.choose(stated, device, tier)
     if not case.backward:
         check = problem.check_attention_varlen if case.lengths else problem.check_attention
         stated = check(*qkv, *starts, **options)

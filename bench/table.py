@@ -20,6 +20,11 @@ TITLES = {
     "flashinfer": "FlashInfer",
     "cuflash-deterministic": "deterministic",
     "cuflash-dense": "dense",
+    "cuflash-cupy": "through CuPy",
+    "cuflash-contiguous": "contiguous",
+    "cuflash-one-query": "one query",
+    "cuflash-no-append": "nothing appended",
+    "cuflash-uniform": "uniform",
 }
 
 
@@ -28,6 +33,8 @@ def _lines(heads: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _speed(entry: dict, wall: bool) -> str:
+    if "tb_per_s" in entry:
+        return f"{entry['tb_per_s']:.2f}"
     if not wall:
         return f"{entry['tflops']:.{0 if entry['tflops'] >= 100 else 1}f}"
     queued = entry.get("queued", {}).get("median_s")
@@ -36,11 +43,12 @@ def _speed(entry: dict, wall: bool) -> str:
 
 def speed_table(record: dict, keep) -> list[str]:
     """One row a case: TFLOP/s (ms a call one at a time / queued, where the host counts) of all who were measured, and
-    in brackets the speed of cuflash over them.
+    in brackets the speed of cuflash over them. Of decoding TB/s of keys and values; the share of the bound where one is
+    asked for.
     """
-    cases = [one for one in record["cases"] if keep(one["name"])]
-    main, *others = record["contenders"]
-    others = [name for name in others if any("median_s" in one["results"].get(name, {}) for one in cases)]
+    cases, main, others = _measured(record, keep)
+    decodes = any("kv_bytes" in one for one in cases)
+    bound = any(verdict["what"] == "share_of_bound" for one in cases for verdict in one.get("asked", ()))
     rows = []
     for one in cases:
         wall = any("queued" in entry for entry in one["results"].values())
@@ -51,8 +59,40 @@ def speed_table(record: dict, keep) -> list[str]:
             cells.append(
                 "" if "median_s" not in entry else _speed(entry, wall) + (f" ({over['ratio']:.2f}x)" if over else "")
             )
+        if bound:
+            entry = one["results"].get(main, {})
+            cells.append(f"{entry['share_of_bound']:.0%} of {one['bound']['by']}" if "share_of_bound" in entry else "")
         rows.append(cells)
-    return _lines(["case", main, *(TITLES.get(name, name) for name in others)], rows)
+    heads = ["TB/s of keys and values" if decodes else "case", main, *(TITLES.get(name, name) for name in others)]
+    return _lines(heads + ["of the bound"] * bound, rows)
+
+
+def clock_table(record: dict, keep) -> list[str]:
+    """One row a case of decoding that was timed by the host's clock too: microseconds of a call, one at a time / in a
+    queue, and in brackets the speed of cuflash over both. No line if there is none.
+    """
+    cases, main, others = _measured(record, keep, "single")
+    rows = []
+    for one in cases:
+        cells = [one["name"]]
+        for name in (main, *others):
+            times = [one["results"].get(name, {}).get(clock, {}).get("median_s") for clock in ("single", "queued")]
+            over = one.get("speed_over", {}).get(name, {})
+            ratios = [f"{over[clock]:.2f}x" for clock in ("single", "queued") if clock in over]
+            text = " / ".join("" if seconds is None else f"{seconds * 1e6:.1f}" for seconds in times)
+            cells.append("" if times == [None, None] else text + (f" ({' / '.join(ratios)})" if ratios else ""))
+        rows.append(cells)
+    heads = ["us a call, alone / queued", main, *(TITLES.get(name, name) for name in others)]
+    return _lines(heads, rows) if rows else []
+
+
+def _measured(record: dict, keep, clock: str = "median_s") -> tuple[list[dict], str, list[str]]:
+    """(cases that are kept and in which someone has this figure, the first contender, the others that have it)."""
+    main, *others = record["contenders"]
+    cases = [one for one in record["cases"] if keep(one["name"])]
+    if clock != "median_s":
+        cases = [one for one in cases if any(clock in entry for entry in one["results"].values())]
+    return cases, main, [name for name in others if any(clock in one["results"].get(name, {}) for one in cases)]
 
 
 def memory_table(rows: list[dict], keep) -> list[str]:
@@ -85,7 +125,8 @@ def memory_table(rows: list[dict], keep) -> list[str]:
 def markdown(record: dict, keep=lambda name: True) -> list[str]:
     """All tables of a record. Raises ValueError if it is of a kind that has none."""
     if record["kind"] == "bench":
-        return speed_table(record, keep)
+        lines, by_the_clock = speed_table(record, keep), clock_table(record, keep)
+        return [*lines, "", *by_the_clock] if by_the_clock else lines
     if record["kind"] == "memory":
         lines = ["Forward:", "", *memory_table(record["table"], keep)]
         if "backward_table" in record:
@@ -104,14 +145,16 @@ def source(path: str, record: dict) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--seqlen", "seqlens", type=int, multiple=True, help="Only these. Repeat for several.")
+@click.option("--seqlen", "seqlens", type=int, multiple=True, help="Only these, of queries or keys. Repeat for several.")
 @click.option("--causal/--full", default=None, help="Only with, or only without a causal mask.")
 def main(paths, seqlens, causal):
     """Print the tables of records."""
 
     def keep(name):
         words = name.split()
-        return (not seqlens or any(f"s{seqlen}" in words for seqlen in seqlens)) and causal in (None, "causal" in words)
+        lengths = [word[1:].split("/") for word in words if word.startswith("s")]  # of queries, and of keys where they differ
+        has_length = not seqlens or any(str(seqlen) in length for seqlen in seqlens for length in lengths)
+        return has_length and causal in (None, "causal" in words)
 
     for path in paths:
         record = json.loads(Path(path).read_text())

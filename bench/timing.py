@@ -77,11 +77,12 @@ def measure(
 ) -> dict[str, Timing | Exception]:
     """Time contenders in turns. Each has been called before: whatever compiles has compiled.
 
-    Each gets as many runs as fill ``min_seconds``, at least ``min_runs``, but no more than fill
-    ``max_seconds`` (and one a round in any case), in ``rounds`` rounds of rotating order; the first call of a
-    round is not counted. One whose single call takes longer than ``max_seconds`` is called just once. One
-    that raises gets its exception as result and takes part no more.
+    A run is all calls that the timer makes at once. Each contender gets as many as fill ``min_seconds``, at least
+    ``min_runs``, but no more than fill ``max_seconds`` (and one a round in any case), in ``rounds`` rounds of rotating
+    order; the first of a round is not counted. One whose single run takes longer than ``max_seconds`` gets just that.
+    One that raises gets its exception as result and takes part no more.
     """
+    calls_a_run = getattr(timer, "calls_a_run", 1)
     results: dict[str, Timing | Exception] = {}
     runs: dict[str, int] = {}
     samples = {name: [] for name in calls}
@@ -89,10 +90,10 @@ def measure(
     for name, call in calls.items():
         try:
             seconds, reading = timer.block(call, 1)
-            if seconds[0] > max_seconds:
+            if seconds[0] * calls_a_run > max_seconds:
                 results[name] = Timing((tuple(seconds),), (reading,))
                 continue
-            estimate = max(1e-7, min(timer.block(call, 2)[0]))
+            estimate = max(1e-7, min(timer.block(call, 2)[0])) * calls_a_run
         except Exception as error:
             results[name] = error
             continue

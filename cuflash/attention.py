@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import arrays, config, cpu, problem
+from . import arrays, config, cpu, launch, problem
 from .jit import check_driver, import_cupy
 from .launch import Prepared
 
@@ -86,7 +86,7 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
             pointers = [door.ptr(x) for x in (q, k, v)]
     elif out is not None and call.may_overlap((*pointers, door.ptr(out))):
         # Which memory out lies in is the one thing that two calls of one key can differ in.
-        _check_overlaps(_ATTENTION, (q, k, v, out))
+        _check_overlaps(_ATTENTION, call, (q, k, v, out), (*pointers, door.ptr(out)))
     if _current_device() != call.device_id:
         with import_cupy().cuda.Device(call.device_id):
             return _run(door, call, q, pointers, out)
@@ -153,7 +153,7 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
         validate)
 
 
-def _run_varlen(door, call: Prepared, given, pointers):
+def _run_varlen(door, call: Prepared, given, pointers, number):
     stated, q, out = call.problem, given[0], given[-1]
     if out is None:
         out = door.empty(call.out_shape, stated.dtype, q)
@@ -171,57 +171,86 @@ class Operation(NamedTuple):
     """A public function: its arrays, and what becomes of them."""
 
     name: str
-    arrays: tuple[str, ...]     # in the order in which they are given, q first; those to write last
+    arrays: tuple[str, ...]     # in the order in which they are given, q first, then those whose kind must be that of q
     optional: tuple[str, ...]   # of these, None where not given
-    written: tuple[str, ...]
+    written: tuple[str, ...]    # of these, what the function returns; allocated where not given
     check: Callable             # views and options by name -> problem
-    run: Callable               # (door, prepared call, arrays, pointers) -> what the function returns, on a GPU
+    run: Callable               # (door, prepared call, arrays, pointers, number) -> what the function returns, on a GPU
     compute: Callable           # (problem, NumPy arrays by name, those to write included) -> lse or None, on the CPU
+    lengths: tuple[str, ...] = ()               # of the arrays, those whose contents are checked where that is asked for
+    check_lengths: Callable | None = None       # (problem, NumPy arrays by name), on the host
+    number: str = ""            # the array for which a number may stand: data of a call, not of what is prepared
+    starts: tuple[tuple[int, int], ...] = ()    # pairs of arrays of which it matters whether both begin at one address
+    only_mutable: tuple[str, ...] = ()          # of the arrays, those for frameworks only whose arrays change, besides `written`
+
+
+def _check_varlen(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:
+    problem.check_lengths({"q": stated.seqlen_q, "k": stated.seqlen_k}, {side: x[f"cu_seqlens_{side}"] for side in "qk"},
+                          {side: x[f"seqused_{side}"] for side in "qk"})
 
 
 _ATTENTION = Operation(
     "attention", ("q", "k", "v", "out"), ("out",), ("out",), problem.check_attention,
-    lambda door, call, given, pointers: _run(door, call, given[0], pointers[:3], given[3]),
+    lambda door, call, given, pointers, number: _run(door, call, given[0], pointers[:3], given[3]),
     lambda stated, x: cpu.attention(stated, x["q"], x["k"], x["v"], x["out"]))
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+OF_PACKED = {"lengths": LENGTHS, "check_lengths": _check_varlen}
 _VARLEN = Operation(
     "attention_varlen", ("q", "k", "v", *LENGTHS, "out"), ("seqused_q", "seqused_k", "out"), ("out",),
     problem.check_attention_varlen, _run_varlen,
-    lambda stated, x: cpu.attention_varlen(stated, x["q"], x["k"], x["v"], *(x[name] for name in LENGTHS), x["out"]))
+    lambda stated, x: cpu.attention_varlen(stated, x["q"], x["k"], x["v"], *(x[name] for name in LENGTHS), x["out"]), **OF_PACKED)
 
 
-def perform(operation: Operation, given: tuple, options: dict, validate: bool = False):
-    """What a public function does: with arrays on a GPU a prepared launch, on the CPU NumPy."""
+def perform(operation: Operation, given: tuple, options: dict, validate: bool = False, number=None):
+    """What a public function does: with arrays on a GPU a prepared launch, on the CPU NumPy.
+
+    ``number`` stands for the array ``operation.number``, which then is None in ``given``.
+    """
     problem.check_flag("validate", validate)
     q = given[0]
     door = arrays.door_of(q)
     if door.on_cpu(q):
-        return _on_cpu(operation, door, given, options)
+        return _on_cpu(operation, door, given, options, number)
     if isinstance(door, arrays.DlpackDoor):
-        return _through_cupy(operation, door, given, options, validate)
+        return _through_cupy(operation, door, given, options, validate, number)
     if validate:
-        _validate(operation, door, given, options)
+        _validate(operation, door, given, options, number)
     window = options["window"]
     key, pointers = door.key_of_all(given)
     if key is not None:         # with the types of options: see attention()
         values = tuple(options.values())
         sides = tuple(map(type, window)) if type(window) is tuple else None
-        key = (operation.name, key, values, tuple(map(type, values)), sides, config.forced_tier())
+        starts = [pointers[i] == pointers[j] for i, j in operation.starts]
+        key = (operation.name, key, values, tuple(map(type, values)), sides, config.forced_tier(), *starts)
     try:
         call = _prepared.calls.get(key)
     except TypeError:
         key = call = None
     if call is None:
-        call = _prepare(operation, door, given, options, key)
+        call = _prepare(operation, door, given, options, key, number)
         if key is None:
             pointers = [0 if x is None else door.ptr(x) for x in given]
     elif call.writes_given and call.may_overlap(pointers):
-        _check_overlaps(operation, given)
+        _check_overlaps(operation, call, given, pointers)
     if _current_device() != call.device_id:
         with import_cupy().cuda.Device(call.device_id):
-            return operation.run(door, call, given, pointers)
-    return operation.run(door, call, given, pointers)
+            return operation.run(door, call, given, pointers, number)
+    return operation.run(door, call, given, pointers, number)
+
+
+def scratch_bytes(operation: Operation, given: tuple, options: dict, number=None) -> int:
+    """What a call of ``perform`` takes besides its results; 0 on the CPU. Nothing is compiled."""
+    door = arrays.door_of(given[0])
+    on_cpu = door.on_cpu(given[0])
+    if isinstance(door, arrays.DlpackDoor) and not on_cpu:
+        given = _to_cupy(operation, door, given)
+    stated, views = _check(operation, door, given, options, number)
+    if on_cpu or stated.is_empty:
+        return 0
+    check_driver()
+    device = launch.device_of(int(views["q"].device.removeprefix("cuda:")))
+    return launch.scratch_places(stated, config.choose(stated, device, config.forced_tier()))[1]
 
 
 def _current_device() -> int:
@@ -237,26 +266,26 @@ def _views(operation: Operation, given: tuple) -> dict[str, arrays.View | None]:
             for name, x in zip(operation.arrays, given)}
 
 
-def _check(operation: Operation, door, given: tuple, options: dict) -> tuple[problem.Problem, dict[str, arrays.View | None]]:
+def _check(operation: Operation, door, given: tuple, options: dict, number=None):
+    """(the problem, the views of all arrays by name)."""
     views = _views(operation, given)
-    stated = operation.check(**views, **options)
+    stated = operation.check(**(views if number is None else views | {operation.number: number}), **options)
     if isinstance(door, arrays.TorchDoor):
         door.refuse_grad(operation.name, dict(zip(operation.arrays, given)))
     return stated, views
 
 
-def _check_overlaps(operation: Operation, given: tuple) -> None:
+def _check_overlaps(operation: Operation, call: Prepared, given: tuple, pointers) -> None:
+    """Of a call that is prepared: which memory arrays lie in is the one thing that two calls of one key can differ in."""
     views = {name: view for name, view in _views(operation, given).items() if view is not None}
-    seen = {}
-    for name, view in views.items():
-        if name in operation.written:
-            problem.check_overlap(name, view, seen)
-        seen[name] = view
+    for name, other in problem.pairs_to_keep_apart(call.problem, operation.written, views):
+        problem.check_overlap(name, views[name], {other: views[other]})
+    call.are_apart(pointers)
 
 
-def _prepare(operation: Operation, door, given: tuple, options: dict, key) -> Prepared:
+def _prepare(operation: Operation, door, given: tuple, options: dict, key, number=None) -> Prepared:
     """The call prepared, and kept under ``key`` unless that is None."""
-    stated, views = _check(operation, door, given, options)
+    stated, views = _check(operation, door, given, options, number)
     cupy = import_cupy()
     check_driver()
     device_id = int(views["q"].device.removeprefix("cuda:"))
@@ -270,9 +299,9 @@ def _prepare(operation: Operation, door, given: tuple, options: dict, key) -> Pr
     return call
 
 
-def _validate(operation: Operation, door, given: tuple, options: dict) -> None:
+def _validate(operation: Operation, door, given: tuple, options: dict, number) -> None:
     """Check what the lengths say, on the host."""
-    stated, views = _check(operation, door, given, options)
+    stated, views = _check(operation, door, given, options, number)
     cupy = import_cupy()
     check_driver()
     device_id = int(views["q"].device.removeprefix("cuda:"))
@@ -280,28 +309,26 @@ def _validate(operation: Operation, door, given: tuple, options: dict) -> None:
         if cupy.cuda.runtime.streamIsCapturing(door.stream(device_id)):
             raise RuntimeError("validate=True copies the lengths to the host, which nothing can while a stream is captured: "
                                "validate before the capture")
-        _check_lengths(stated, {name: x if x is None else door.to_host(x) for name, x in zip(operation.arrays, given)
-                                if name in LENGTHS})
+        x = {name: x if x is None else door.to_host(x) for name, x in zip(operation.arrays, given) if name in operation.lengths}
+        operation.check_lengths(stated, x if number is None else x | {operation.number: number})
 
 
-def _check_lengths(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:
-    problem.check_lengths({"q": stated.seqlen_q, "k": stated.seqlen_k}, {side: x[f"cu_seqlens_{side}"] for side in "qk"},
-                          {side: x[f"seqused_{side}"] for side in "qk"})
-
-
-def _refuse_written(operation: Operation, door, given: tuple) -> None:
+def _refuse_changed(operation: Operation, door, given: tuple) -> None:
+    """Raise if an array is given to be written, or one with which others are, of a framework whose arrays are not."""
     for name, x in zip(operation.arrays, given):
-        if name in operation.written and x is not None:
+        if name in (*operation.written, *operation.only_mutable) and x is not None:
             raise TypeError(f"{name} is not supported for {door.framework} arrays; got {type(x).__name__}")
 
 
-def _on_cpu(operation: Operation, door, given: tuple, options: dict):
+def _on_cpu(operation: Operation, door, given: tuple, options: dict, number):
     if isinstance(door, arrays.DlpackDoor):
-        _refuse_written(operation, door, given)
-    stated, views = _check(operation, door, given, options)
+        _refuse_changed(operation, door, given)
+    stated, views = _check(operation, door, given, options, number)
     x = {name: x if x is None else door.to_numpy(x) for name, x in zip(operation.arrays, given)}
-    if stated.varlen:
-        _check_lengths(stated, x)
+    if number is not None:
+        x[operation.number] = number
+    if operation.check_lengths:
+        operation.check_lengths(stated, x)
     had_batch_axis = not views["q"].was_3d
     shapes = problem.result_shapes(vars(stated))
     for name in operation.written:
@@ -316,13 +343,20 @@ def _on_cpu(operation: Operation, door, given: tuple, options: dict):
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _through_cupy(operation: Operation, door, given: tuple, options: dict, validate: bool):
-    _refuse_written(operation, door, given)
+def _through_cupy(operation: Operation, door, given: tuple, options: dict, validate: bool, number):
+    given_to_cupy = _to_cupy(operation, door, given)
+    with import_cupy().cuda.Device(given[0].__dlpack_device__()[1]):
+        result = perform(operation, given_to_cupy, options, validate, number)
+        door.keep_until_done(*given)
+        return tuple(map(door.from_cupy, result)) if isinstance(result, tuple) else door.from_cupy(result)
+
+
+def _to_cupy(operation: Operation, door, given: tuple) -> tuple:
+    """The arrays of a call, on a GPU and read through DLPack, as CuPy's."""
+    _refuse_changed(operation, door, given)
     views = {name: view for name, view in _views(operation, given).items() if view is not None}
-    problem.check_place({name: views[name] for name in "qkv"})
+    problem.check_place({name: views[name] for name in operation.arrays[:3]})
     for name, view in views.items():
         problem.check_beside(name, view, views["q"])
     with import_cupy().cuda.Device(given[0].__dlpack_device__()[1]):
-        result = perform(operation, tuple(x if x is None else door.to_cupy(x) for x in given), options, validate)
-        door.keep_until_done(*given)
-        return tuple(map(door.from_cupy, result)) if isinstance(result, tuple) else door.from_cupy(result)
+        return tuple(x if x is None else door.to_cupy(x) for x in given)

@@ -1,6 +1,7 @@
 """Which kernel computes a problem on a device, and with which tiles: a pure function, no CUDA, no CuPy.
 
-Every tile number stands with its reason in config_forward.py and config_backward.py; ``cuflash explain`` prints them.
+Every tile number stands with its reason in config_forward.py, config_backward.py and config_decode.py; ``cuflash explain``
+prints them.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 
-from . import config_backward, config_forward
+from . import config_backward, config_decode, config_forward
 from .config_base import DEVICES, LIST_HEADER, LISTED_WORDS, Config, Device, Kernel
-from .problem import BackwardProblem, Problem
+from .problem import BackwardProblem, DecodeProblem, Problem
 
 __all__ = ["DEVICES", "TIERS", "Config", "Device", "Kernel", "choose", "force_tier", "forced_tier",
            "kernels_of", "refusal", "tiled"]
@@ -19,7 +20,7 @@ TIERS = ("sm90", "sm80", "simt")    # best first
 
 
 def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:
-    """The config of the best tier that takes the problem, a forward or a backward, or of ``tier``.
+    """The config of the best tier that takes the problem, a forward, a backward or a decoding, or of ``tier``.
 
     Raises ValueError for an unknown tier and NotImplementedError, with the reason, if the forced tier or every
     tier refuses the problem.
@@ -36,25 +37,31 @@ def choose(problem: Problem, device: Device, tier: str | None = None) -> Config:
 
 
 def refusal(tier: str, problem: Problem, device: Device) -> str | None:
-    """Why the tier does not take the problem, a forward or a backward, on the device; None if it does. The dispatcher and
-    `cuflash info` ask here."""
+    """Why the tier does not take the problem on the device; None if it does. The dispatcher and `cuflash info` ask here."""
     return _rules(problem).REFUSALS[tier](problem, device)
 
 
 def _rules(problem: Problem):
+    if isinstance(problem, DecodeProblem):
+        return config_decode
     return config_backward if isinstance(problem, BackwardProblem) else config_forward
 
 
 def kernels_of(problem: Problem, config: Config) -> tuple[Kernel, ...]:
     """All kernels of a call, in the order of their launches; ``config`` is the one that was chosen."""
-    kernels = config_backward.around(problem, config) if isinstance(problem, BackwardProblem) else (config,)
+    kernels = _rules(problem).around(problem, config)
     return (_varlen_tiles(problem, config), *kernels) if problem.varlen else kernels
 
 
 def tiled(problem: Problem, config: Config) -> tuple[int, int]:
-    """(rows, rows of a tile) of the side whose tiles the blocks of ``config`` take: queries, backward keys."""
+    """(rows, rows of a tile) of the side whose tiles the blocks of ``config`` take: queries, backward keys.
+
+    Of a decoding these are the query rows of a key head.
+    """
     if isinstance(problem, BackwardProblem):
         return problem.seqlen_k, config.block_n
+    if isinstance(problem, DecodeProblem):
+        return problem.rows, config.block_m
     return problem.seqlen_q, config.block_m
 
 

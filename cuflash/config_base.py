@@ -48,6 +48,11 @@ class Kernel:
     smem_bytes: int
 
     @property
+    def starts_early(self) -> bool:
+        """Whether it waits by itself for the kernel before it and so may start while that one ends: a decoding is short."""
+        return self.kernel.startswith("decode_")
+
+    @property
     def is_accelerated(self) -> bool:
         """Whether it has instructions of one architecture alone (sm_90a)."""
         return self.kernel.endswith("sm90")
@@ -87,6 +92,15 @@ def not_16_bit(problem: Problem) -> str | None:
     if problem.dtype in ("float16", "bfloat16"):
         return None
     return f"tensor cores take float16 and bfloat16; {problem.dtype} would be rounded"
+
+
+def no_tensor_cores(problem: Problem, device: Device) -> str | None:
+    """Why the device's warps have no tensor cores for the problem's dtype, one of 16 bits; None if they have."""
+    if device.compute_capability < (7, 5):
+        return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
+    if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
+        return "bfloat16 tensor cores need compute capability 8.0 or newer"
+    return None
 
 
 def not_hopper(device: Device) -> str | None:

@@ -12,6 +12,8 @@ from .config_base import (
     SIMT_HEAD_DIMS,
     Config,
     Device,
+    Kernel,
+    no_tensor_cores,
     no_tile,
     not_16_bit,
     not_by_tma,
@@ -181,12 +183,8 @@ def _simt(problem: Problem, device: Device, refused) -> Config:
 # --------------------------------------------------------------------------------------------------------------- sm80
 
 def _refuse_sm80(problem: Problem, device: Device) -> str | None:
-    if (reason := not_16_bit(problem)) is not None:
+    if (reason := not_16_bit(problem) or no_tensor_cores(problem, device)) is not None:
         return reason
-    if device.compute_capability < (7, 5):
-        return "needs compute capability 7.5 or newer (ldmatrix, mma.sync)"
-    if device.compute_capability < (8, 0) and problem.dtype == "bfloat16":
-        return "bfloat16 tensor cores need compute capability 8.0 or newer"
     if _sm80_tile(problem, device) is None:
         return no_tile(problem, device)
     return None
@@ -351,6 +349,11 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     )
     return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
                   tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles)
+
+
+def around(problem: Problem, config: Config) -> tuple[Kernel, ...]:
+    """The launches of a forward: the kernel of ``config``."""
+    return (config,)
 
 
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}

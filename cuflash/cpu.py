@@ -245,6 +245,56 @@ def backward_varlen(problem: Problem, dout: np.ndarray, q: np.ndarray, k: np.nda
                 gradient[place] = result
 
 
+def attention_with_kvcache(problem: Problem, q: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray,
+                           k: np.ndarray | None, v: np.ndarray | None, cache_seqlens: np.ndarray | int | None,
+                           cache_batch_idx: np.ndarray | None, block_table: np.ndarray | None,
+                           out: np.ndarray) -> np.ndarray | None:
+    """`attention` of each request on its keys in the caches, written to ``out``; k and v go into them first.
+
+    q is (batch, seqlen_q, heads_q, head_dim) and out (batch, seqlen_q, heads_q, head_dim_v). k_cache and v_cache
+    are (cache_batch, max_seqlen, heads_k, dim), where request b has row cache_batch_idx[b], by default b; or, with
+    block_table (batch, max_pages), pages (num_pages, page_size, heads_k, dim). cache_seqlens says how many keys a
+    request has there, None that all is full; k and v (batch, seqlen_new, heads_k, dim) are written behind them.
+    The mask counts the keys of each request. Lengths and the table, as far as it is read, are in range and leave
+    room for k and v: not checked here.
+
+    Returns lse (batch, heads_q, seqlen_q), or None unless ``problem.return_lse``. A request has the same bits
+    whatever else is in the batch.
+
+    Scratch: that of `attention`, and a copy of the keys and values of one request where they lie in pages.
+    """
+    accumulate = np.dtype("float64" if problem.dtype == "float64" else "float32")
+    batch, rows = q.shape[0], k_cache.shape[1]
+    cached = np.broadcast_to(np.asarray(problem.seqlen_k if cache_seqlens is None else cache_seqlens, np.int64), batch)
+    if k is not None:
+        # All before any is read: requests may share pages.
+        for b in range(batch):
+            keys = cached[b] + np.arange(k.shape[1])
+            if block_table is not None:
+                places = block_table[b, keys // rows], keys % rows
+            else:
+                places = b if cache_batch_idx is None else cache_batch_idx[b], keys
+            k_cache[places], v_cache[places] = k[b], v[b]
+        cached = cached + k.shape[1]
+
+    out[...] = 0
+    lse = np.full((batch, problem.heads_q, problem.seqlen_q), -np.inf, accumulate) if problem.return_lse else None
+    stated = {field.name: getattr(problem, field.name) for field in dataclasses.fields(Problem)}
+    for b in np.flatnonzero(cached):
+        seqlen_k = int(cached[b])
+        one = Problem(**stated | _sizes(problem, 1, problem.seqlen_q, seqlen_k))
+        if block_table is not None:
+            pages = block_table[b, :-(-seqlen_k // rows)]
+            keys, values = (x[pages].reshape(1, -1, *x.shape[2:])[:, :seqlen_k] for x in (k_cache, v_cache))
+        else:
+            row = b if cache_batch_idx is None else cache_batch_idx[b]
+            keys, values = (x[row, None, :seqlen_k] for x in (k_cache, v_cache))
+        of_request = attention(one, q[b, None], keys, values, out[b, None])
+        if lse is not None:
+            lse[b] = of_request[0]
+    return lse
+
+
 def _sequences(problem: Problem, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
     """The sequences of a packed batch that have queries and keys: (dense problem, rows of q, rows of k and v).
 
@@ -268,11 +318,6 @@ def _sequences(problem: Problem, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_
     for equal in np.split(order, ends) if order.size else ():
         seqlen_q, seqlen_k = (int(length[equal[0]]) for length in lengths)
         at_once = max(1, HEADS_ELEMENTS // (dims * max(seqlen_q * problem.heads_q, seqlen_k * problem.heads_k)))
-        left, right = problem.window_left, problem.window_right
-        dense = dataclasses.replace(        # a side that hides nothing is none: it would change the tiles
-            problem, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-            window_left=None if left is None or left >= seqlen_k - 1 else left,
-            window_right=None if right is None or right >= seqlen_q - 1 else right)
         for part in _slices(equal.size, at_once):
             some = equal[part]
             if some.size == 1:
@@ -281,7 +326,15 @@ def _sequences(problem: Problem, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_
             else:
                 rows, keys = (start[some, None] + np.arange(seqlen)
                               for start, seqlen in zip(starts, (seqlen_q, seqlen_k)))
-            yield dataclasses.replace(dense, batch=some.size), rows, keys
+            yield dataclasses.replace(problem, **_sizes(problem, some.size, seqlen_q, seqlen_k)), rows, keys
+
+
+def _sizes(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> dict:
+    """Fields of the problem of sequences that long, with its mask."""
+    left, right = problem.window_left, problem.window_right
+    return {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k,     # a side that hides nothing is none:
+            "window_left": None if left is None or left >= seqlen_k - 1 else left,      # it would change the tiles
+            "window_right": None if right is None or right >= seqlen_q - 1 else right}
 
 
 def _of_heads(rows):

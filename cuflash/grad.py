@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import arrays, cpu, problem
-from .attention import LENGTHS, Operation, attention, perform
+from .attention import LENGTHS, OF_PACKED, Operation, attention, perform
 from .launch import Prepared
 
 
@@ -123,7 +123,7 @@ def _unexpanded(dout, out):
     return door.unexpanded(dout)
 
 
-def _run(door, call: Prepared, given, pointers):
+def _run(door, call: Prepared, given, pointers, number):
     q, gradients = given[0], given[-3:]
     gradients = tuple(door.empty(shape, call.problem.dtype, q) if x is None else x
                       for x, shape in zip(gradients, call.written_shapes))
@@ -147,4 +147,5 @@ _VARLEN_BACKWARD = Operation(
     "attention_varlen_backward", ("q", "k", "v", "out", "lse", *LENGTHS, "dout", "dlse", *_WRITTEN),
     ("seqused_q", "seqused_k", "dlse", *_WRITTEN), _WRITTEN, problem.check_attention_varlen_backward, _run,
     lambda stated, x: cpu.backward_varlen(
-        stated, *(x[name] for name in ("dout", "q", "k", "v", "out", "lse", *LENGTHS, "dlse", *_WRITTEN))))
+        stated, *(x[name] for name in ("dout", "q", "k", "v", "out", "lse", *LENGTHS, "dlse", *_WRITTEN))),
+    **OF_PACKED)

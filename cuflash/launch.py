@@ -12,13 +12,25 @@ from . import jit, tma
 from .arrays import ITEMSIZE, View
 from .config import Config, Device, Kernel, choose, kernels_of, tiled
 from .config_base import DQ_GROUP, LIST_HEADER, LISTED_WORDS, panel_of, round_up
+from .driver import EarlyLaunch
 from .memory import byte_extent, contiguous_strides
-from .problem import BackwardProblem, Problem, result_shapes
+from .problem import (
+    BackwardProblem,
+    DecodeProblem,
+    Problem,
+    check_workspace_size,
+    pairs_to_keep_apart,
+    result_shapes,
+)
 
 _FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "tiles")
 _FORWARD_STRIDES = ("q", "k", "v", "out")
 _BACKWARD_POINTERS = ("dout", "dlse", "dq", "dk", "dv", "rows", "dq_sum", "turns")
 _BACKWARD_STRIDES = ("dout", "dq", "dk", "dv")
+_DECODE_POINTERS = ("k_new", "v_new", "cache_seqlens", "cache_batch_idx", "block_table", "partial_out", "partial_lse")
+_DECODE_STRIDES = ("k_new", "v_new")
+_DECODE_SIZES = ("num_slots", "page_size", "seqlen_new", "fixed_seqlen", "num_splits", "num_row_tiles", "num_blocks",
+                 "decode_int64_lengths")
 _TENSOR_MAPS = ("q", "k", "v", "dout")      # a forward has the first three
 _SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
 
@@ -27,7 +39,8 @@ def _fields(names, *of_each) -> list[tuple]:
     return [(name, *of_each) for name in names]
 
 
-# FwdParams and BwdParams of kernels/attn/params.cuh, field by field; the kernels check sizes and offsets when they are compiled.
+# FwdParams and BwdParams of kernels/attn/params.cuh and DecodeParams of kernels/attn/decode.cuh, field by field; the kernels
+# check sizes and offsets when they are compiled.
 FWD_PARAMS = np.dtype(
     _fields(_FORWARD_POINTERS, np.uint64) + _fields((f"{name}_strides" for name in _FORWARD_STRIDES), np.int64, 3)
     + _fields(("scale_log2", "tanh_scale", "cap_log2"), np.float64)
@@ -37,7 +50,12 @@ BWD_PARAMS = np.dtype(
     [(name, FWD_PARAMS[name]) for name in FWD_PARAMS.names]
     + _fields(_BACKWARD_POINTERS, np.uint64) + _fields((f"{name}_strides" for name in _BACKWARD_STRIDES), np.int64, 3)
     + [("softmax_scale", np.float64), ("num_query_tiles", np.int32)], align=True)
+DECODE_PARAMS = np.dtype(
+    [(name, FWD_PARAMS[name]) for name in FWD_PARAMS.names]
+    + _fields(_DECODE_POINTERS, np.uint64) + _fields((f"{name}_strides" for name in _DECODE_STRIDES), np.int64, 3)
+    + [("block_table_stride", np.int64)] + _fields(_DECODE_SIZES, np.int32), align=True)
 
+_FIXED_SEQLEN_OFFSET = DECODE_PARAMS.fields["fixed_seqlen"][1]
 _LOG2_E = 1.4426950408889634
 TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams of fwd_sm90
 BWD_TENSOR_MAPS_OFFSET = round_up(BWD_PARAMS.itemsize, 64)  # and BwdParams in that of bwd_sm90
@@ -46,10 +64,12 @@ MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
 
 def params_constants() -> dict[str, int]:
-    """The -D macros in which a kernel checks that its params are FWD_PARAMS and BWD_PARAMS."""
-    offsets = {f"OFFSET_{name}": offset for name, (_, offset) in BWD_PARAMS.fields.items()}
+    """The -D macros in which a kernel checks that its params are FWD_PARAMS, BWD_PARAMS or DECODE_PARAMS."""
+    offsets = {f"OFFSET_{name}": offset for record in (BWD_PARAMS, DECODE_PARAMS)
+               for name, (_, offset) in record.fields.items()}
     return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize,
-            "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET, "BWD_TENSOR_MAPS_OFFSET": BWD_TENSOR_MAPS_OFFSET}
+            "DECODE_PARAMS_BYTES": DECODE_PARAMS.itemsize, "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET,
+            "BWD_TENSOR_MAPS_OFFSET": BWD_TENSOR_MAPS_OFFSET}
 
 
 def kernel_constants(kernel: Kernel) -> dict[str, int]:
@@ -74,7 +94,7 @@ def _num_pieces(problem: Problem, rows: int, size: int) -> int:
 
 
 def num_tiles(problem: Problem, config: Config) -> int:
-    """Tiles of one head: of queries, backward of keys."""
+    """Tiles of one head: of queries, backward of keys. Of a decoding: of the query rows of a key head."""
     return _num_pieces(problem, *tiled(problem, config))
 
 
@@ -90,13 +110,28 @@ def num_dq_groups(problem: BackwardProblem) -> int:
 
 def grid_of(problem: Problem, config: Config) -> int:
     """Thread blocks of the kernel with the tiles. Raises ValueError past what one launch holds."""
-    heads, side = (problem.heads_k, "key") if isinstance(problem, BackwardProblem) else (problem.heads_q, "query")
+    is_backward, is_decode = isinstance(problem, BackwardProblem), isinstance(problem, DecodeProblem)
+    heads, side = problem.heads_k if is_backward or is_decode else problem.heads_q, "key" if is_backward else "query"
     tiles = num_tiles(problem, config)
     grid = tiles * problem.batch_axis * heads
     if grid > MAX_GRID:         # in blocks that take many tiles too: they count them in as many bits
         raise ValueError(f"batch * heads * {side} tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {heads} * "
                          f"{tiles}: split the batch")
+    if is_decode:
+        key_tiles = -(-problem.seqlen_k // config.block_n) + 1
+        limit = MAX_GRID - config.max_blocks            # a block counts on to what would be its next
+        for what, count in (("key tiles", key_tiles), ("num_splits", problem.num_splits)):
+            if grid * count > limit:
+                raise ValueError(f"batch * heads of k_cache * query tiles * {what} must be at most {limit}; got "
+                                 f"{problem.batch} * {heads} * {tiles} * {count}: split the batch")
+        # Blocks share the keys of an item, or append where there is none.
+        return min(grid * problem.num_splits, config.max_blocks) or config.max_blocks
     return min(grid, config.max_blocks or grid)
+
+
+def num_items(problem: DecodeProblem, config: Config) -> int:
+    """Tiles of query rows of all requests and key heads."""
+    return problem.batch * num_tiles(problem, config) * problem.heads_k
 
 
 def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
@@ -111,6 +146,9 @@ def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
         elif kernel.kernel == "bwd_cast":
             warps = problem.batch_axis * problem.heads_q * num_dq_groups(problem) * (dict(kernel.constants)["HEAD_DIM"] // 32)
             blocks = -(-warps * 32 // kernel.threads) * (problem.seqlen_q > 0)
+        elif kernel.kernel == "decode_combine":         # a block for each item, or for each border between two blocks
+            items = num_items(problem, config)
+            blocks = items if problem.num_splits else (grid - 1) * (items > 0)
         else:
             has_tiles = not is_backward or problem.seqlen_k * problem.heads_k > 0
             blocks = (1 if kernel.kernel == "varlen_tiles" else grid) * has_tiles
@@ -136,6 +174,11 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
         sizes["tiles"] = 4 * (LIST_HEADER + LISTED_WORDS * num_tiles(problem, config) + levels)
     elif config.counts_tiles and not isinstance(problem, BackwardProblem):
         sizes["tiles"] = 4 * LIST_HEADER
+    if isinstance(problem, DecodeProblem) and problem.num_splits != 1:
+        items = num_items(problem, config)
+        slots = items * problem.num_splits if problem.num_splits else 2 * grid_of(problem, config) * (items > 0)
+        rows = ITEMSIZE[problem.lse_dtype] * slots * config.block_m
+        sizes["partial_out"], sizes["partial_lse"] = rows * dict(config.constants)["HEAD_DIM_V"], rows
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q
@@ -146,14 +189,48 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
     return sizes
 
 
+def scratch_places(problem: Problem, config: Config) -> tuple[dict[str, int], int]:
+    """Where each scratch array begins in the one allocation of a call, and the bytes of that."""
+    offsets, end = {}, 0
+    for name, num_bytes in scratch_of(problem, config).items():
+        offsets[name] = end
+        end += round_up(max(1, num_bytes), 256)
+    return offsets, end
+
+
+def strides_of(problem: Problem, views: dict[str, View | None]) -> dict[str, tuple[int, ...]]:
+    """The strides that the params record of a call has, in elements, by their names there. Results that are not given are
+    row-major; other arrays that are not given have none.
+    """
+    if isinstance(problem, DecodeProblem):
+        names = {"q": "q", "k": "k_cache", "v": "v_cache", "out": "out", "k_new": "k", "v_new": "v", "block_table": "block_table"}
+    else:
+        is_backward = isinstance(problem, BackwardProblem)
+        names = {name: name for name in (*_FORWARD_STRIDES, *(_BACKWARD_STRIDES if is_backward else ()))}
+    shapes, strides = result_shapes(vars(problem)), {}
+    for name, view_name in names.items():
+        view = views[view_name]
+        if view is not None:
+            strides[name] = view.strides
+        elif view_name in shapes:
+            strides[name] = contiguous_strides(shapes[view_name])
+    return strides
+
+
 # --------------------------------------------------------------------------------------------------------------- params
 
 def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ...]]) -> np.ndarray:
-    """The params record of a call, its pointers still null. ``strides`` of each array with 4 axes, in elements."""
-    is_backward = isinstance(problem, BackwardProblem)
-    record = np.zeros((), BWD_PARAMS if is_backward else FWD_PARAMS)
+    """The params record of a call, its pointers still null. ``strides`` of each array with 4 axes, in elements.
+
+    Of a decoding k and v are the caches; ``block_table`` has 2 axes.
+    """
+    is_backward, is_decode = isinstance(problem, BackwardProblem), isinstance(problem, DecodeProblem)
+    record = np.zeros((), BWD_PARAMS if is_backward else DECODE_PARAMS if is_decode else FWD_PARAMS)
     for name, values in strides.items():
-        record[f"{name}_strides"] = values[:3]
+        if name == "block_table":
+            record["block_table_stride"] = values[0]
+        else:
+            record[f"{name}_strides"] = values[:3]
     record["scale_log2"] = problem.softmax_scale * _LOG2_E
     if problem.softcap:
         record["tanh_scale"] = problem.softmax_scale / problem.softcap
@@ -171,6 +248,11 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
     if is_backward:
         record["softmax_scale"] = problem.softmax_scale
         record["num_query_tiles"] = num_query_tiles(problem, config)
+    if is_decode:
+        for name in ("num_slots", "page_size", "seqlen_new", "num_splits", "decode_int64_lengths"):
+            record[name] = getattr(problem, name)
+        record["num_row_tiles"] = tiles
+        record["num_blocks"] = grid_of(problem, config)
     return record
 
 
@@ -194,27 +276,30 @@ class Launch:
     in the order of the params.
     """
 
-    def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int):
+    def __init__(self, steps: list[tuple[Kernel, int]], loaded: list, params: np.ndarray, num_pointers: int,
+                 early: bool = False):
+        """``early``: the device lets kernels start early that can."""
         from cupy_backends.cuda.api.driver import launchKernel
         self._steps, self._loaded = steps, loaded       # `loaded` keeps the modules alive
-        memory = ctypes.create_string_buffer(BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES + 64)
+        with_maps = BWD_TENSOR_MAPS_OFFSET + len(_TENSOR_MAPS) * tma.MAP_BYTES
+        memory = ctypes.create_string_buffer(max(params.nbytes, with_maps) + 64)
         start = -ctypes.addressof(memory) % 64          # tensor maps want it
         self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
         self._params[:params.nbytes] = params.tobytes()
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._pack = struct.Struct(f"={num_pointers}Q").pack_into
-        self._launch = launchKernel
-        self._args = [(variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
-                      for (kernel, grid), variant in zip(steps, loaded)]
+        self._calls = [(EarlyLaunch() if early and kernel.starts_early else launchKernel,
+                        (variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes))
+                       for (kernel, grid), variant in zip(steps, loaded)]
         self._argv_address = ctypes.addressof(self._argv)
 
     def __call__(self, stream: int, *pointers: int) -> None:
         self._pack(self._params, 0, *pointers)
         try:
-            for args in self._args:
-                self._launch(*args, stream, self._argv_address, 0)
+            for launch, args in self._calls:
+                launch(*args, stream, self._argv_address, 0)
         except Exception as error:
-            step = self._args.index(args)
+            step = self._calls.index((launch, args))
             kernel, grid = self._steps[step]
             raise RuntimeError(
                 f"launch of {kernel.kernel} failed: {error}; grid {grid}, {kernel.threads} threads, {kernel.smem_bytes} "
@@ -274,58 +359,90 @@ class BackwardLaunch(Launch):
         super().__call__(stream, *pointers[:first])
 
 
+class DecodeLaunch(Launch):
+    """As Launch; the pointers are the first five of a forward, k and v being the caches, and then a decoding's own."""
+
+    def __init__(self, steps, loaded, params, early: bool):
+        super().__init__(steps, loaded, params, 5, early)
+        self._pack_own = struct.Struct(f"={len(_DECODE_POINTERS)}Q").pack_into
+        self._pack_length = struct.Struct("=i").pack_into
+
+    def __call__(self, stream: int, fixed_seqlen: int, *pointers: int) -> None:
+        """``fixed_seqlen``: read where there is no cache_seqlens; it may change from call to call."""
+        self._pack_length(self._params, _FIXED_SEQLEN_OFFSET, fixed_seqlen)
+        self._pack_own(self._params, FWD_PARAMS.itemsize, *pointers[5:])
+        super().__call__(stream, *pointers[:5])
+
+
 class Prepared:
     """A call prepared for given shapes, strides, dtypes, alignment, options and device.
 
-    ``views``: all arrays of the call by name, in the order in which their pointers come, None for one that is not given;
-    those that it writes stand last. ``launch`` is None if there is nothing to write.
+    ``views``: all arrays of the call by name, in the order in which their pointers come, None for one that is not given.
+    ``results``: those that the call returns. ``launch`` is None if there is nothing to write.
     """
 
-    def __init__(self, problem: Problem, views: dict[str, View | None], written: tuple[str, ...], device_id: int, stream: int,
+    def __init__(self, problem: Problem, views: dict[str, View | None], results: tuple[str, ...], device_id: int, stream: int,
                  tier: str | None):
         self.problem, self.device_id = problem, device_id
         batch_axis = slice(1 if views["q"].was_3d else 0, None)
         shapes = result_shapes(vars(problem))
-        self.written_shapes = [shapes[name][batch_axis] for name in written]
+        self.written_shapes = [shapes[name][batch_axis] for name in results]
         self.out_shape, self.lse_shape = shapes["out"][batch_axis], shapes["lse"][batch_axis]
-        self.writes_given = any(views[name] is not None for name in written)
-        self._extents = [(0, 0) if view is None else byte_extent(view) for view in views.values()]
-        self._first_written = len(views) - len(written)
+        self._pairs = _spans_to_keep_apart(problem, views, results)
+        self._seen_apart = set()
         self.launch, self.scratch_bytes, self.scratch_offsets = None, 0, {}
         if not problem.is_empty:
-            self._prepare_launch(views, shapes, stream, tier)
+            self._prepare_launch(views, stream, tier)
 
-    def _prepare_launch(self, views, shapes, stream, tier) -> None:
+    def _prepare_launch(self, views, stream, tier) -> None:
         problem, device = self.problem, device_of(self.device_id)
-        is_backward = isinstance(problem, BackwardProblem)
         config = choose(problem, device, tier)
-        names = (*_FORWARD_STRIDES, *_BACKWARD_STRIDES) if is_backward else _FORWARD_STRIDES
-        strides = {name: contiguous_strides(shapes[name]) if views[name] is None else views[name].strides for name in names}
-        for name, num_bytes in scratch_of(problem, config).items():
-            self.scratch_offsets[name] = self.scratch_bytes
-            self.scratch_bytes += round_up(max(1, num_bytes), 256)
+        self.scratch_offsets, self.scratch_bytes = scratch_places(problem, config)
+        check_workspace_size(views.get("workspace"), self.scratch_bytes)
         arch, steps = jit.arch_for(device.compute_capability), steps_of(problem, config)
-        params = params_of(problem, config, strides)
+        params = params_of(problem, config, strides_of(problem, views))
         loaded = [jit.load(kernel.kernel, kernel_constants(kernel), arch_of(kernel, arch), self.device_id, kernel.smem_bytes,
                            stream=stream) for kernel, _ in steps]
         num_pointers = len(_FORWARD_POINTERS) if "tiles" in self.scratch_offsets else 5
-        if is_backward:
+        if isinstance(problem, BackwardProblem):
             self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
+        elif isinstance(problem, DecodeProblem):
+            self.launch = DecodeLaunch(steps, loaded, params, device.compute_capability >= (9, 0))
         elif config.tier == "sm90":
             self.launch = TmaLaunch(steps, loaded, params, num_pointers, views, boxes_of(config),
                                     config.counts_tiles and not problem.varlen)
         else:
             self.launch = Launch(steps, loaded, params, num_pointers)
 
+    @property
+    def writes_given(self) -> bool:
+        """Whether an array is written that the caller gave."""
+        return bool(self._pairs)
+
     def may_overlap(self, pointers) -> bool:
         """Whether the addresses that a written array spans meet those of another; check_overlap tells if they share any."""
-        spans = [(pointer + first, pointer + end) for pointer, (first, end) in zip(pointers, self._extents)]
-        for at in range(self._first_written, len(spans)):
-            first, end = spans[at]
-            for other_first, other_end in spans[:at]:
-                if first < other_end and other_first < end:
-                    return True
+        for i, j, low, high in self._pairs:
+            distance = pointers[j] - pointers[i]
+            if low < distance < high and (i, j, distance) not in self._seen_apart:
+                return True
         return False
+
+    def are_apart(self, pointers) -> None:
+        """Note that arrays at these addresses share no element, as those of a call that lie in one buffer always do."""
+        if len(self._seen_apart) > 64:
+            self._seen_apart.clear()
+        self._seen_apart.update((i, j, pointers[j] - pointers[i]) for i, j, low, high in self._pairs
+                                if low < pointers[j] - pointers[i] < high)
+
+
+def _spans_to_keep_apart(problem: Problem, views: dict[str, View | None], results) -> list[tuple[int, int, int, int]]:
+    """(i, j, low, high) of each pair of given arrays of which one is written: the addresses that they span meet where
+    ``low < pointer of j - pointer of i < high``.
+    """
+    places = {name: place for place, name in enumerate(views)}
+    extents = {name: byte_extent(view) for name, view in views.items() if view is not None and 0 not in view.shape}
+    return [(places[name], places[other], extents[name][0] - extents[other][1], extents[name][1] - extents[other][0])
+            for name, other in pairs_to_keep_apart(problem, results, extents)]
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 ``attention`` is the truth, ``unfused`` is what plain attention in the inputs' own dtype makes of it, and
 ``judge`` holds a result against both: its error may be at most twice that of ``unfused``, plus a floor.
-``attention_backward``, ``unfused_backward`` and ``judge_backward`` are the same for the gradients, and the
-functions named ``varlen`` loop over the sequences of a packed batch.
+``attention_backward``, ``unfused_backward`` and ``judge_backward`` are the same for the gradients, the
+functions named ``varlen`` loop over the sequences of a packed batch, and those named ``with_kvcache`` over
+requests whose keys lie in a cache. ``merge_attention`` joins results on parts of the keys.
 
 The conventions are those of the library, written down a second time on purpose:
 
@@ -432,6 +433,97 @@ def judge_varlen_backward(dq, dk, dv, dout, q, k, v, cu_seqlens_q, cu_seqlens_k,
         for which, masks in zip((must, may), zip(*contaminated(*arrays, dlse=of_row, **options))):
             _scatter(which, rows, keys, masks)
     return _judge_backward((dq, dk, dv), truths, noises, references, list(zip(must, may)), str(dtype))
+
+
+def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None,
+                           block_table=None, causal=True, **options):
+    """`attention` of each request on its keys in a cache, and on the new ones of k and v behind them.
+
+    q is (batch, seqlen_q, heads_q, head_dim). k_cache and v_cache are (cache_batch, max_seqlen, heads_k, dim),
+    of which request b has number cache_batch_idx[b] (b by default); or, with block_table (batch, max_pages),
+    (num_pages, page_size, heads_k, dim), and key j of request b is in page block_table[b, j // page_size] at
+    j % page_size. cache_seqlens is how many keys are in the cache, for each request or for all (None: as many
+    as fit). k and v (batch, seqlen_new, heads_k, dim) go behind them, as far as there is room.
+
+    Returns (out, lse, k_cache, v_cache): out and lse as `attention` gives them, in float64, and copies of the
+    caches as they are afterwards. Where two requests write to one place, the later one stays.
+    """
+    requests, k_cache, v_cache = _requests(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
+    out, lse, _, _ = _exact_with_kvcache(q, v_cache.shape[3], requests, {"causal": causal, **options})
+    return out, lse, k_cache, v_cache
+
+
+def judge_with_kvcache(out, lse, q, k_cache, v_cache, **options) -> Judgement:
+    """Judge ``out`` and ``lse`` (or None) as what `attention_with_kvcache` gives, by the rules of `judge`.
+
+    The caches are those before the call. A request without keys must have exactly 0, with an lse of -inf.
+    """
+    return judge_of_kvcache(q, k_cache, v_cache, **options)(out, lse)
+
+
+def judge_of_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None,
+                     block_table=None, causal=True, **options):
+    """`judge_with_kvcache` as a function of (out, lse): for many results of one call the truth is computed once."""
+    options = {"causal": causal, **options}
+    requests, _, _ = _requests(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table)
+    reference = np.zeros((*q.shape[:3], v_cache.shape[3]), q.dtype)
+    for b, (keys, values) in enumerate(requests):
+        reference[b] = unfused(q[b][None], keys[None], values[None], **options)[0][0]
+    exact = _exact_with_kvcache(q, v_cache.shape[3], requests, options)
+    return lambda out, lse: _judge(out, lse, *exact, reference, q.dtype)
+
+
+def _requests(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table):
+    """(keys and values of each request, one after the other in memory; k_cache and v_cache afterwards)."""
+    batch, rows = q.shape[0], k_cache.shape[1]
+    capacity = rows if block_table is None else rows * block_table.shape[1]
+
+    def place(b, key):
+        if block_table is not None:
+            return int(block_table[b, key // rows]), key % rows
+        return b if cache_batch_idx is None else int(cache_batch_idx[b]), key
+
+    before, after, requests = (k_cache, v_cache), (k_cache.copy(), v_cache.copy()), []
+    for b in range(batch):
+        cached = capacity if cache_seqlens is None else int(np.broadcast_to(cache_seqlens, batch)[b])
+        cached = min(max(cached, 0), capacity)
+        appended = 0 if k is None else min(k.shape[1], capacity - cached)
+        places = np.array([place(b, key) for key in range(cached)], int).reshape(cached, 2)
+        requests.append([x[places[:, 0], places[:, 1]] for x in before])
+        if k is None:
+            continue
+        for n in range(appended):
+            for x, new in zip(after, (k, v)):
+                x[place(b, cached + n)] = new[b, n]
+        requests[b] = [np.concatenate([x, new[b, :appended]]) for x, new in zip(requests[b], (k, v))]
+    return requests, *after
+
+
+def _exact_with_kvcache(q, head_dim_v, requests, options):
+    """What `_exact` gives, for each request; without noise where one has no keys."""
+    out, noise = (np.zeros((*q.shape[:3], head_dim_v)) for _ in range(2))
+    lse, spread = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf), np.zeros((q.shape[0], q.shape[2], q.shape[1]))
+    for b, (keys, values) in enumerate(requests):
+        if len(keys):
+            results = _exact(q[b][None], keys[None], values[None], **options)
+            out[b], lse[b], noise[b], spread[b] = (x[0] for x in results)
+    return out, lse, noise, spread
+
+
+def merge_attention(outs, lses):
+    """(out, lse) in float64 of attention on all keys, from results on parts of them that share none.
+
+    outs are (batch, seqlen, heads, head_dim_v), lses (batch, heads, seqlen) in natural logarithms. Parts whose
+    lse is -inf saw nothing and have no influence, whatever their out holds; where all are, out is 0.
+    """
+    lses = np.stack([np.asarray(lse).astype(np.float64) for lse in lses])
+    out = np.zeros(np.shape(outs[0]))
+    weights, lse = _softmax(lses.reshape(len(lses), -1).T)
+    for of_part, weight, each in zip(outs, weights.T, lses):
+        weight = weight.reshape(each.shape).swapaxes(1, 2)[..., None]
+        with np.errstate(all="ignore"):
+            out += np.where(each.swapaxes(1, 2)[..., None] == -np.inf, 0, weight * np.asarray(of_part).astype(np.float64))
+    return out, lse.reshape(lses.shape[1:])
 
 
 def _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q=None, seqused_k=None) -> list[tuple[slice, slice]]:

@@ -1,27 +1,18 @@
 """Tensor maps: what Hopper's tensor memory accelerator is told of an array (CUDA driver API, "Tensor Map Object Management").
 
-The driver's own functions are called, through ctypes: CuPy has none for it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
 
 from .arrays import ITEMSIZE, View
+from .driver import library as _driver
 
 MAP_BYTES = 128
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}     # CUtensorMapDataType
 _SWIZZLES = {32: 1, 64: 2, 128: 3}              # CUtensorMapSwizzle by the bytes that it spans
 _PROMOTE_TO_256_BYTES = 3                       # CUtensorMapL2promotion
-
-
-@functools.cache
-def _driver():
-    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    driver.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    return driver
 
 
 def encode(address: int, view: View, panel: int, rows: int) -> None:

@@ -8,7 +8,7 @@
 // tile and part the rows among them. A group has stages of its own and waits for nobody but its own copies, keeping a max and
 // a sum of its own for every row (online softmax, FlashAttention; the split over keys is Flash-Decoding's); at the end of an
 // item the groups join what they have in shared memory.
-//   barrier 0 (all threads): results of all groups stand in shared memory, or have been read and Q of the next item has landed
+//   barrier 0 (all threads): Q of the item has landed; results of all groups stand in shared memory, where Q was, or have been read
 //   barrier 1 + group:       the group's stage has landed; or all its warps have read it, and it is copied over
 // Results of a part of an item go to partial_out and partial_lse, which decode_combine joins.
 // Not here: float32 and float64, heads wider than 256 (decode_simt, decode_sm90).
@@ -16,6 +16,7 @@
 #include "attn/poison.cuh"
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/dependent.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 
@@ -30,6 +31,9 @@ constexpr int kThreads = kWarpsM * kWarpsN * 32, kGroupThreads = kWarpsM * 32;
 static_assert(kItemRows == kWarpsM * kWarpRows && kTileKeys == kWarpsN * kGroupKeys && kStages >= 2);
 static_assert(kGroupKeys == 16 || kGroupKeys == 32, "a lane a key, or one for its K and one for its V");
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
+// Stages on their way at once: all, into one as soon as it has been read; of a group of warps all but the one that others may
+// still be reading, which spares a barrier.
+constexpr int kAhead = kWarpsM == 1 ? kStages : kStages - 1;
 constexpr bool kKeepsQ = KEEPS_Q;
 static_assert(!kKeepsQ || kMTiles == 1);
 constexpr float kMaxLag = 8;                    // log2 of how far P may exceed 1 before the running max follows
@@ -41,8 +45,10 @@ using VLayout = TileLayout<kHeadDimV>;
 struct alignas(128) SharedStorage {
   Element sK[kStages][kWarpsN][kGroupKeys * kHeadDim];
   Element sV[kStages][kWarpsN][kGroupKeys * kHeadDimV];
-  Element sQ[kItemRows * kHeadDim];
-  float sO[kWarpsN][kItemRows][kMergeCols + 8];         // some columns of what the groups join; 8 against bank conflicts
+  union {
+    Element sQ[kItemRows * kHeadDim];
+    float sO[kWarpsN][kItemRows][kMergeCols + 8];       // some columns of what the groups join; 8 against bank conflicts
+  };
   float sMax[kWarpsN][kItemRows], sSum[kWarpsN][kItemRows];
   // What is the same for all costs no registers here.
   DecodeItems items[2];         // the item that is computed and the next, in turns
@@ -366,8 +372,8 @@ DEV RowTotal total_of(const SharedStorage& s, int row) {
   #pragma unroll
   for (int n = 0; n < kWarpsN; n++) total.max = fmaxf(total.max, s.sMax[n][row]);
   #pragma unroll
-  for (int n = 0; n < kWarpsN; n++)
-    if (s.sMax[n][row] != -infinity(0.f)) total.sum += s.sSum[n][row] * exp2_fast(s.sMax[n][row] - total.max);
+  for (int n = 0; n < kWarpsN; n++)     // one that saw nothing has a sum of 0, or of NaN if that is what it saw
+    total.sum += s.sSum[n][row] * (s.sMax[n][row] == -infinity(0.f) ? 1.f : exp2_fast(s.sMax[n][row] - total.max));
   return total;
 }
 
@@ -427,7 +433,7 @@ DEV void write_out(SharedStorage& s, Rows& rows, const DecodeParams& p, const De
   for (int r = 0; r < kMTiles * 2; r++) {
     const RowTotal total = total_of(s, first + r * 8 + g);
     const float own = rows.max[r / 2][r % 2];
-    const float factor = total.sum == 0.f || own == -infinity(0.f) ? 0.f : exp2_fast(own - total.max) / total.sum;
+    const float factor = total.sum == 0.f || own == -infinity(0.f) ? 0.f : exp2_fast(own - total.max) * reciprocal(total.sum);
     #pragma unroll
     for (int i = 0; i < kHeadDimV / 4; i++) rows.rO[r / 2][i / 2][r % 2 * 2 + i % 2] *= factor;
   }
@@ -454,28 +460,28 @@ DEV void write_out(SharedStorage& s, Rows& rows, const DecodeParams& p, const De
         for (int i = 0; i < 4; i++) sum[i] += s.sO[w][row][at + i];
       results.store(row, col + at, sum);
     }
-    if (col + kMergeCols == kHeadDimV && next.is_valid) store_q(s, rQ);
     __syncthreads();
   }
+  if (next.is_valid) store_q(s, rQ);
+  __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm80(const DecodeParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
+  wait_for_kernel_before();
+  start_dependents();           // decode_combine finds its parts while these are computed
   const DecodeItems first(p);
   if (threadIdx.x == 0) s.items[0] = first;
   if (threadIdx.x % 32 == 0) s.ahead[threadIdx.x / 32] = first;
   __syncwarp();
+  Chunk rQ[kQChunks];           // asked for first: behind all the keys it would come late
+  if (first.is_valid) fetch_q(rQ, p, first.item);
   Loader loader(p, s.ahead[threadIdx.x / 32]);
   #pragma unroll 1
-  for (int stage = 0; stage < kStages; stage++) loader.load(p, s, stage);
+  for (int stage = 0; stage < kAhead; stage++) loader.load(p, s, stage);
   append<Element>(p);
-  __syncthreads();
-  if (s.items[0].is_valid) {
-    Chunk rQ[kQChunks];
-    fetch_q(rQ, p, s.items[0].item);
-    store_q(s, rQ);
-  }
+  store_q(s, rQ);
   __syncthreads();
 
   const Score<SCORE, float> score(p);
@@ -485,19 +491,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm80(const Deco
     const DecodeItem& item = s.items[turn].item;
     DecodeItems& next = s.items[turn ^ 1];
     if (threadIdx.x < 32) step_items(next, s.items[turn], p);
-    QueryRows rQ;
+    QueryRows query;
     #pragma unroll
-    for (int d = 0; d < kHeadDim / 16 && kKeepsQ; d++) ldmatrix_x4(rQ.step[d], QLayout::step(query_lane(s), d * 2));
+    for (int d = 0; d < kHeadDim / 16 && kKeepsQ; d++) ldmatrix_x4(query.step[d], QLayout::step(query_lane(s), d * 2));
     Rows rows = {};
     #pragma unroll
     for (int r = 0; r < kMTiles * 2; r++) rows.max[r / 2][r % 2] = -infinity(0.f);
     #pragma unroll 1
     for (int tile = item.begin; tile < item.end; tile++) {
-      cp_async_wait<kStages - 1>();
+      cp_async_wait<kAhead - 1>();
       sync_group();
-      attend(rows, rQ, s, stage, score, p, item, tile);
-      sync_group();
-      loader.load(p, s, stage);
+      if (kAhead < kStages) loader.load(p, s, stage == 0 ? kStages - 1 : stage - 1);
+      attend(rows, query, s, stage, score, p, item, tile);
+      if (kAhead == kStages) {
+        __syncwarp();
+        loader.load(p, s, stage);
+      }
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     write_out(s, rows, p, item, next);

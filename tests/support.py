@@ -7,6 +7,7 @@ result, what it writes there is found afterwards.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -109,6 +110,9 @@ class Cpu:
         """An array over `memory`; strides and offset in bytes."""
         return np.ndarray(shape, dtype, memory, offset, strides)
 
+    def write(self, memory, data: np.ndarray) -> None:
+        memory[:] = data
+
     def fetch(self, memory, size: int) -> np.ndarray:
         return memory[:size].copy()
 
@@ -134,12 +138,15 @@ class Gpu:
         self.name = self.tier = tier
 
     def upload(self, data: np.ndarray):
+        memory = self.empty(data.size)
+        self.write(memory, data)
+        return memory
+
+    def write(self, memory, data: np.ndarray) -> None:
         import cupy
 
-        memory = self.empty(data.size)
         memory.copy_from_host(data.ctypes.data, data.size)
         cupy.cuda.Stream.null.synchronize()  # other streams do not wait for the copy
-        return memory
 
     def empty(self, size: int):
         import cupy
@@ -184,9 +191,9 @@ class Gpu:
         with config.force_tier(self.tier), cupy.cuda.using_allocator(guarded):
             result = function(*arrays, **options)
         for block, size in blocks:
-            data = self.fetch(block, size + 2 * BAND)
-            assert (data[:BAND] == POISON).all(), "written before the start of a result or of scratch"
-            assert (data[BAND + size :] == POISON).all(), "written past the end of a result or of scratch"
+            before, after = self.fetch(block, BAND), self.fetch(block + (BAND + size), BAND)
+            assert (before == POISON).all(), "written before the start of a result or of scratch"
+            assert (after == POISON).all(), "written past the end of a result or of scratch"
         return result
 
 
@@ -317,15 +324,24 @@ class Placed:
         self.strides = tuple(stride * self.dtype.itemsize for stride in strides)
         self.offset = BAND + layout.base + start * self.dtype.itemsize
         self.size = 2 * BAND + layout.base + span * self.dtype.itemsize
-        data = Cpu().empty(self.size)
-        data[:] = POISON
         if values is not None:
             for axis, name in enumerate("bshd"[4 - len(self.shape) :]):
                 if name in layout.expanded:
                     assert (values.astype(np.float64) == values.take([0], axis).astype(np.float64)).all()
-            self._inside(data)[...] = values
-        self.memory = backend.upload(data)
+        self.memory = backend.upload(self._around(values))
         self.array = backend.array(self.memory, self.dtype, self.shape, self.strides, self.offset)
+
+    def _around(self, values):
+        data = Cpu().empty(self.size)
+        data[:] = POISON
+        if values is not None:
+            self._inside(data)[...] = values
+        return data
+
+    def write(self, values) -> None:
+        """Other values into the same memory."""
+        assert values.shape == self.shape and values.dtype == self.dtype
+        self.backend.write(self.memory, self._around(values))
 
     def _inside(self, data):
         return np.ndarray(self.shape, self.dtype, data, self.offset, self.strides)
@@ -574,6 +590,241 @@ def assert_right_varlen(result, lse, q, k, v, lengths: Lengths, **options) -> No
 
 def _without_hints(options):
     return {name: value for name, value in options.items() if not name.startswith("max_seqlen")}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A call of attention_with_kvcache on the host; the caches are as before it. `page_size` 0: no pages."""
+
+    q: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray
+    k: np.ndarray | None = None
+    v: np.ndarray | None = None
+    cache_seqlens: np.ndarray | int | None = None
+    cache_batch_idx: np.ndarray | None = None
+    block_table: np.ndarray | None = None
+    values_are_keys: bool = False
+
+    def named(self) -> dict:
+        """What is given beside q and the caches."""
+        names = ("k", "v", "cache_seqlens", "cache_batch_idx", "block_table")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        rows = self.k_cache.shape[1]
+        return rows if self.block_table is None else rows * self.block_table.shape[1]
+
+    def cached(self, b: int) -> int:
+        """Keys of a request in the cache before the call."""
+        given = self.capacity if self.cache_seqlens is None else np.broadcast_to(self.cache_seqlens, self.batch)[b]
+        return min(max(int(given), 0), self.capacity)
+
+    def place(self, b: int, key: int) -> tuple[int, int]:
+        """Where a key lies in the caches."""
+        if self.block_table is not None:
+            page_size = self.k_cache.shape[1]
+            return int(self.block_table[b, key // page_size]), key % page_size
+        return int(b if self.cache_batch_idx is None else self.cache_batch_idx[b]), key
+
+    def after(self) -> tuple[np.ndarray, np.ndarray]:
+        """The caches after the call. What there is no room for is dropped."""
+        caches = self.k_cache.copy(), self.v_cache.copy()
+        for b in range(self.batch if self.k is not None else 0):
+            for n in range(min(self.k.shape[1], self.capacity - self.cached(b))):
+                for cache, new in zip(caches, (self.k, self.v), strict=True):
+                    cache[self.place(b, self.cached(b) + n)] = new[b, n]
+        return caches
+
+    def keys(self, b: int) -> tuple[np.ndarray, np.ndarray]:
+        """All keys and values of a request, (1, length, heads_k, dim) each."""
+        length = self.cached(b) + (0 if self.k is None else self.k.shape[1])
+        rows = [self.place(b, key) for key in range(min(length, self.capacity))]
+        return tuple(
+            np.array([x[row] for row in rows], x.dtype).reshape(1, len(rows), *x.shape[2:]) for x in self.after()
+        )
+
+    def only(self, requests):
+        """A batch of these requests, on the same caches."""
+        requests = np.array(requests, int)
+        rows = {
+            name: None if (x := getattr(self, name)) is None else x[requests]
+            for name in ("q", "k", "v", "cache_batch_idx", "block_table")
+        }
+        if self.values_are_keys and self.k is not None:
+            rows["v"] = rows["k"][..., : self.v.shape[3]]
+        if self.block_table is None and self.cache_batch_idx is None:
+            rows["cache_batch_idx"] = requests.astype(np.int32)
+        lengths = self.cache_seqlens
+        return dataclasses.replace(self, **rows, cache_seqlens=lengths[requests] if np.ndim(lengths) else lengths)
+
+
+def decoding(
+    dtype,
+    lengths,
+    *,
+    seqlen_q=1,
+    new=0,
+    page_size=0,
+    shared=0,
+    capacity=None,
+    num_pages=0,
+    by_index=False,
+    length_dtype="int32",
+    heads_q=4,
+    heads_k=2,
+    head_dim=64,
+    head_dim_v=None,
+    values_are_keys=False,
+    seed=0,
+) -> Decoding:
+    """Requests with `lengths` keys in the cache, `new` to append; all of the cache that is not theirs is NaN.
+
+    Pages lie in random order, `shared` first ones are the same of all requests, and what the table says past
+    the last page of a request is no page. With `by_index` the requests lie in other rows than their own.
+    """
+    head_dim_v = head_dim if head_dim_v is None else head_dim_v
+    batch, rng = len(lengths), np.random.default_rng(seed)
+    lengths = np.array(lengths, length_dtype).reshape(batch)
+    capacity = int(lengths.max(initial=0)) + new + 5 if capacity is None else capacity
+    number = DTYPES[dtype]
+    table = index = None
+    if page_size:
+        needed = -(-(lengths + new) // page_size)
+        own = np.maximum(needed - shared, 0)
+        count = max(num_pages, shared + int(own.sum()) + 3)
+        pages = rng.permutation(count)
+        max_pages = -(-capacity // page_size)
+        table = np.where(np.arange(batch * max_pages) % 2, -1, 2**31 - 1).reshape(batch, max_pages).astype(np.int32)
+        ends = shared + np.cumsum(own)
+        for b in range(batch):
+            used = np.concatenate([pages[:shared], pages[ends[b] - own[b] : ends[b]]])[: needed[b]]
+            table[b, : len(used)] = used
+        lead = (count, page_size)
+    else:
+        lead = (batch + 2 if by_index else batch, capacity)
+        index = rng.permutation(batch + 2)[:batch].astype(length_dtype) if by_index else None
+    k_cache = np.full((*lead, heads_k, head_dim), np.nan, number)
+    v_cache = k_cache[..., :head_dim_v] if values_are_keys else np.full((*lead, heads_k, head_dim_v), np.nan, number)
+    q = rng.standard_normal((batch, seqlen_q, heads_q, head_dim)).astype(number)
+    k, v = (rng.standard_normal((batch, new, heads_k, dim)).astype(number) for dim in (head_dim, head_dim_v))
+    if values_are_keys:
+        v = k[..., :head_dim_v]
+    call = Decoding(
+        q, k_cache, v_cache, *((k, v) if new else (None, None)), lengths, index, table, values_are_keys
+    )
+    for b in range(batch):
+        places = tuple(zip(*(call.place(b, key) for key in range(call.cached(b))), strict=True)) or ([], [])
+        for x in (k_cache,) if values_are_keys else (k_cache, v_cache):
+            rows = rng.standard_normal((call.cached(b), *x.shape[2:])).astype(number)
+            x[list(places[0]), list(places[1])] = rows
+    return call
+
+
+class PlacedDecoding:
+    """The arrays of a call on a backend, each between guard bands: `q`, `k_cache`, `v_cache`, and the others by `named`.
+
+    `layouts` is one for q, the caches, k and v, or some of them by name; the rows of the table are strided.
+    """
+
+    def __init__(self, backend, call: Decoding, layouts=PLAIN):
+        if isinstance(layouts, Layout):
+            layouts = dict.fromkeys(("q", "k_cache", "v_cache", "k", "v"), layouts)
+        layouts = {"block_table": Layout(pad=(0, 0, 0, 3))} | layouts
+        self.backend, self.call = backend, call
+        host = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, **call.named()}
+        views = {"v_cache": "k_cache", "v": "k"} if call.values_are_keys else {}
+        self.placed = {
+            name: place(backend, x, layouts.get(name, PLAIN))
+            for name, x in host.items()
+            if isinstance(x, np.ndarray) and name not in views
+        }
+        arrays = {name: x.array for name, x in self.placed.items()}
+        for name, of in views.items():
+            if of in self.placed:
+                x = self.placed[of]
+                arrays[name] = backend.array(x.memory, x.dtype, host[name].shape, x.strides, x.offset)
+        self.q, self.k_cache, self.v_cache = (arrays.pop(name) for name in ("q", "k_cache", "v_cache"))
+        self.named = arrays | {name: x for name, x in host.items() if not isinstance(x, np.ndarray)}
+
+    @property
+    def arrays(self):
+        return self.q, self.k_cache, self.v_cache
+
+    def write(self, call: Decoding, *names: str) -> None:
+        """Another call of the same shapes into the same memory; or of it these arrays alone, the others being there."""
+        self.call = call
+        for name, x in self.placed.items():
+            if not names or name in names:
+                x.write(getattr(call, name))
+
+    def verify(self) -> None:
+        """Fails if the caches are not what the call leaves, or a byte of anything else, or around it, has changed."""
+        k_cache, v_cache = self.call.after()
+        expected = {"k_cache": k_cache, "v_cache": v_cache}
+        for name, x in self.placed.items():
+            before = expected.get(name, getattr(self.call, name))
+            assert_bits(x.fetch(), np.ascontiguousarray(before), name)
+
+
+def assert_bits(got, expected, what) -> None:
+    assert got.shape == expected.shape and got.dtype == expected.dtype, what
+    bits = np.dtype(f"u{got.dtype.itemsize}")
+    places = np.argwhere(np.ascontiguousarray(got).view(bits) != expected.view(bits))
+    assert not len(places), f"{len(places)} elements of {what} are wrong, first at {places[0]}"
+
+
+def compute_kvcache(backend, call: Decoding, layouts=PLAIN, out: Layout | None = None, **options):
+    """(out, lse) on the host. Fails if the caches afterwards, or any other byte, is not as it should be."""
+    placed = PlacedDecoding(backend, call, layouts)
+    shape = (*call.q.shape[:3], call.v_cache.shape[3])
+    target = None if out is None else Placed(backend, out, shape, call.q.dtype)
+    result, lse = backend.call(
+        cuflash.attention_with_kvcache,
+        *placed.arrays,
+        return_lse=True,
+        out=None if target is None else target.array,
+        **placed.named,
+        **options,
+    )
+    assert target is None or result is target.array
+    result = backend.download(result) if target is None else target.fetch()
+    lse = backend.download(lse)
+    placed.verify()
+    assert result.dtype == call.q.dtype and result.shape == shape
+    assert lse.dtype == (np.float64 if call.q.dtype == np.float64 else np.float32)
+    assert lse.shape == (call.q.shape[0], call.q.shape[2], call.q.shape[1])
+    return result, lse
+
+
+def check_kvcache(backend, call: Decoding, layouts=PLAIN, out: Layout | None = None, **options):
+    """`compute_kvcache`, judged by the oracle. `num_splits` is no matter of the truth."""
+    result, lse = compute_kvcache(backend, call, layouts, out, **options)
+    assert_right_kvcache(result, lse, call, **options)
+    return result, lse
+
+
+def assert_right_kvcache(result, lse, call: Decoding, *, num_splits=0, judge=None, **options) -> None:
+    """`judge` is that of the call and the options, if it has been made before."""
+    judge = judge or judge_of(call, **options)
+    judgement = judge(result, lse)
+    lengths = [call.cached(b) for b in range(min(call.batch, 20))]
+    where = f"q {call.q.shape}, caches {call.k_cache.shape}, {call.v_cache.shape}, lengths {lengths}, {call.q.dtype}"
+    assert judgement.ok, f"{judgement.why} ({where}, num_splits {num_splits}, {options})"
+
+
+def judge_of(call: Decoding, **options):
+    """The oracle's judgement as a function of (out, lse)."""
+    return oracle.judge_of_kvcache(call.q, call.k_cache, call.v_cache, **call.named(), **options)
 
 
 # ------------------------------------------------------------------------------------------------------------

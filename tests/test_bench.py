@@ -24,9 +24,10 @@ from cuflash.cli import main as cuflash_main
 REPO = Path(jit.__file__).resolve().parent.parent
 
 command = importlib.import_module("cuflash.cli.bench")
-cases, memory, overhead, peers, record, run, table, timing = (
-    command.library(name) for name in ("cases", "memory", "overhead", "peers", "record", "run", "table", "timing")
+cases, decode, memory, overhead, peers, record, run, table, timing = (
+    command.library(name) for name in ("cases", "decode", "memory", "overhead", "peers", "record", "run", "table", "timing")
 )
+DECODING = [name for name in cases.SUITES if name.startswith("decode")]
 
 
 def tiny(**changes):
@@ -42,6 +43,12 @@ def tiny(**changes):
         "head_dim_v": 16,
     }
     return cases.Case(**{**sizes, **changes})
+
+
+def tiny_decode(**changes):
+    """Three requests of up to 40 keys."""
+    sizes = {"batch": 3, "seqlen_q": 2, "seqlen_k": 40, "heads_q": 4, "causal": True, "graph": True}
+    return decode.DecodeCase(**{**dataclasses.asdict(tiny()), **sizes, **changes})
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -69,7 +76,7 @@ def test_pairs_of_a_window_are_those_of_the_oracle(causal, window, seqlens):
     assert case.pairs == oracle.visible(*seqlens, causal, window).sum()
 
 
-@pytest.mark.parametrize("name", cases.SUITES)
+@pytest.mark.parametrize("name", [name for name in cases.SUITES if name not in DECODING])
 def test_suites(name):
     table = cases.suite(name)
     assert table and len({case.name for case in table}) == len(table) == len({case.seed for case in table})
@@ -77,6 +84,74 @@ def test_suites(name):
     assert {case.causal for case in table} == {False, True}
     assert {case.head_dim for case in cases.suite(name, head_dims=[32])} == {32}
     assert all(case.graph == (name == "small") for case in table)
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_suites_of_decoding(name):
+    table = cases.suite(name)
+    assert table and len({case.name for case in table}) == len(table)
+    assert all(isinstance(case, decode.DecodeCase) and case.graph and case.causal for case in table)
+    assert all(case.clocked == (name == "decode") for case in table)
+    assert not any(case.causal for case in cases.suite(name, causal=False))
+    head_dim = table[0].head_dim
+    assert {case.head_dim for case in cases.suite(name, head_dims=[head_dim], dtype="float16")} == {head_dim}
+    assert {case.seqlen_k for case in cases.suite(name, seqlens=[8192])} == {8192}
+    with pytest.raises(ValueError, match=rf"suite {name} has no case of head_dim \[32\] and seqlen any"):
+        cases.suite(name, head_dims=[32])
+
+
+def test_sizes_of_decoding_by_hand():
+    table = cases.suite("decode")
+    assert len(table) == 4 * 6 and len(cases.suite("decode", head_dims=[64])) == 6
+    case = table[0]
+    assert case.name == "d128 s1/8192 b64 h32/8 causal" and case.seqlen_q == 1
+    assert case.work == case.kv_bytes == 64 * 8192 * 8 * (128 + 128) * 2
+    assert case.flops == 4 * 64 * 32 * 8192 * 128
+    assert case.bytes == case.kv_bytes + 2 * 64 * 32 * 128 * 2
+    assert case.rates(1e-3)["tb_per_s"] == pytest.approx(2.147, abs=1e-3)
+    assert case.bound == (case.bytes / 4.25e12, "bytes")
+    many = [case for case in cases.suite("decode-mla") if case.heads_q == 128][0]
+    assert many.kv_bytes == 64 * 8192 * 576 * 2 and many.bound == (many.flops / 700e12, "flops")
+    assert many.name == "d576/512 s1/8192 b64 h128/1 causal page64" and many.shapes[1] == (64 * 128, 64, 1, 576)
+    assert many.rates(2 * many.bound[0])["share_of_bound"] == 0.5
+    assert many.facts["bound"]["by"] == "flops" and many.facts["page_size"] == 64 and many.facts["v_is_k"]
+    appends, skewed = cases.suite("decode-append")
+    one = dataclasses.replace(appends, appended=0)
+    assert appends.kv_bytes == one.kv_bytes and appends.bytes == one.bytes + 64 * 8 * 256 * 2
+    assert sum(skewed.key_lengths) == 225589 and skewed.name == "d128 s1/32768 b64 t225589 h32/8 causal"
+    assert 64 <= min(skewed.key_lengths) and max(skewed.key_lengths) < 32768 == skewed.seqlen_k
+    assert skewed.facts["key_lengths"] == skewed.lengths_k and skewed.kv_bytes == 225589 * 8 * 256 * 2
+
+
+def test_pairs_of_decoding_are_those_of_the_oracle():
+    for causal in (False, True):
+        case = tiny_decode(key_lengths=(40, 1, 7), seqlen_q=3, causal=causal)
+        assert case.pairs == sum(oracle.visible(3, length, causal, None).sum() for length in (40, 1, 7))
+
+
+def test_small_caches_take_turns_and_graphs_are_long_enough():
+    l2 = 50 * 2**20
+    large, small = cases.suite("decode", head_dims=[128])[0], cases.suite("decode", head_dims=[64])[-1]
+    assert large.caches(l2) == 1 and large.calls_a_graph(1) == 2
+    assert small.kv_bytes == 2**23 and small.caches(l2) == 25 and small.calls_a_graph(25) == 75
+    assert tiny_decode().caches(l2) == 32 and tiny_decode().calls_a_graph(32) == 64
+
+
+def test_what_is_asked_of_decoding():
+    targets = {case.name: cases.asked(case) for case in cases.suite("decode")}
+    assert targets["d128 s1/8192 b64 h32/8 causal"][0] == cases.Asked(4.0, figure="tb_per_s")
+    assert targets["d128 s1/4096 b16 h32 causal"][0].bound == 3.5 and targets["d64 s1/2048 b128 h32/4 causal"][0].bound == 3.23
+    assert [target.clock for target in targets["d128 s1/8192 b1 h64/8 causal"]] == [None, "single", "queued"]
+    assert [cases.asked(case)[0].bound for case in cases.suite("decode-paged")] == [0.95, 0.95, 0.7] * 2
+    assert cases.asked(cases.suite("decode-mla")[0]) == [cases.Asked(0.8, figure="share_of_bound")]
+    assert cases.asked(tiny_decode()) == [] == cases.asked(cases.suite("decode-append")[0])
+    entry = {"median_s": 1e-3, "tb_per_s": 3.9}
+    assert not cases.Asked(4.0, figure="tb_per_s").judge(entry, None)["ok"]
+    over = {"ratio": 1.2, "single": 0.9}
+    assert cases.Asked(1.0, "fa3", clock="single").judge(entry, over) == {
+        "what": "cuflash over fa3, single calls", "value": 0.9, "asked": 1.0, "ok": False
+    }
+    assert cases.Asked(1.0, "fa3").judge(entry, over)["ok"] and cases.Asked(1.0, "fa3", clock="queued").judge(entry, over) is None
 
 
 def test_forward_is_16k_tokens_of_hidden_size_2048():
@@ -233,6 +308,100 @@ def test_the_truth_of_gradients_is_that_of_finite_differences(changes):
     assert math.isnan(truth.error(result))
 
 
+def keys_of(case, arrays, number):
+    """The keys and values of a request, gathered one by one, those to append behind them."""
+    length = case.lengths_k[number] - case.appended
+    found = []
+    for x, name in ((arrays.k, "k"), (arrays.v, "v")):
+        rows = []
+        for key in range(length):
+            if case.page_size:
+                page = arrays.given["block_table"][number, key // case.page_size]
+                rows.append(x[page, key % case.page_size])
+            else:
+                rows.append(x[number, key])
+        rows += list(arrays.given[name][number]) if case.appended else []
+        found.append(np.array(rows).reshape(1, len(rows), *x.shape[2:]))
+    return found
+
+
+def exact_decode(case, arrays):
+    """By the oracle, each request by itself."""
+    outs = [oracle.attention(arrays.q[n : n + 1], *keys_of(case, arrays, n), **case.options)[0] for n in range(case.batch)]
+    return np.concatenate(outs)
+
+
+def append_by_hand(case, arrays):
+    for cache, name in ((arrays.k, "k"), (arrays.v, "v")) if case.appended else ():
+        for place, row in zip(arrays.places, arrays.given[name].reshape(-1, *cache.shape[2:]), strict=True):
+            cache[place] = row
+
+
+CACHES = [
+    {},
+    {"key_lengths": (40, 1, 17), "dtype": "float16"},
+    {"page_size": 8, "causal": False},
+    {"page_size": 1, "key_lengths": (3, 40, 20), "appended": 2, "dtype": "bfloat16"},
+    {"key_lengths": (2, 40, 20), "appended": 1, "head_dim": 24, "v_is_k": True, "heads_k": 1},
+    {"page_size": 10, "head_dim": 24, "v_is_k": True, "heads_k": 1, "seqlen_q": 1, "appended": 11},
+]
+
+
+@pytest.mark.parametrize("changes", CACHES)
+def test_the_truth_of_decoding_is_that_of_the_oracle(changes):
+    case = tiny_decode(**changes)
+    arrays = cases.make_arrays(case, "numpy")
+    assert tuple(x.shape for x in (arrays.q, arrays.k, arrays.v)) == case.shapes
+    assert {name: (x.shape, x.dtype.name) for name, x in arrays.given.items()} == case.given_shapes
+    assert np.shares_memory(arrays.k, arrays.v) == case.v_is_k
+    truth, exact = cases.truth_of(case, arrays), exact_decode(case, arrays)
+    if case.appended:
+        arrays.unappend()
+        assert math.isnan(truth.error(exact)), "nothing was appended"
+        append_by_hand(case, arrays)
+    assert truth.error(exact) < 1e-12
+    for number, head in ((0, 0), (2, 3), (case.lengths_k.index(min(case.lengths_k)), 0)):
+        wrong = exact.copy()
+        wrong[number, -1, head] *= 1.1
+        assert 0.05 < truth.error(wrong) < 0.1 + 1e-9  # of the row, or of the median row if that is larger
+    wrong[0, 0, 0, 0] = np.nan
+    assert math.isnan(truth.error(wrong))
+    lost = dataclasses.replace(case, key_lengths=tuple(length - (length > 4) for length in case.lengths_k))
+    assert truth.error(exact_decode(lost, arrays)) > case.tolerance, "a key is missing"
+
+
+def test_caches_with_the_same_keys_are_alike_and_poisoned_behind_them():
+    case = tiny_decode(key_lengths=(7, 40, 20))
+    dense = cases.make_arrays(case, "numpy")
+    assert np.isnan(dense.k[0, 7:]).all() and np.isnan(dense.v[2, 20:]).all() and not np.isnan(dense.k[1]).any()
+    for changes in ({"page_size": 8}, {"page_size": 1, "appended": 1}, {"appended": 3}):
+        other = dataclasses.replace(case, **changes)
+        arrays = cases.make_arrays(other, "numpy")
+        assert other.answer == case.answer and other.seed == case.seed and (arrays.q == dense.q).all()
+        for number, length in enumerate(case.lengths_k):
+            k, v = keys_of(other, arrays, number)
+            assert (k[0] == dense.k[number, :length]).all() and (v[0] == dense.v[number, :length]).all()
+        if other.page_size:
+            pages = arrays.given["block_table"]
+            assert (pages[0, -(-7 // other.page_size) :] == -1).all() and len(set(pages[1])) == other.max_pages
+            assert sorted(pages[1]) != list(pages[1]), "in random order"
+        assert arrays.given["cache_seqlens"].tolist() == [length - other.appended for length in case.lengths_k]
+
+
+def test_calls_take_caches_in_turns():
+    case = tiny_decode(page_size=8, appended=1)
+    arrays = cases.make_arrays(case, "numpy")
+    assert decode.in_turns(case, arrays, 1) is arrays
+    turns = decode.in_turns(case, arrays, 3).turns
+    assert len(turns) == 3 and turns[0] is arrays and len({x.k.ctypes.data for x in turns}) == 3
+    assert all(x.q is arrays.q and np.array_equal(x.v, arrays.v, equal_nan=True) for x in turns)
+    case = tiny_decode(head_dim=24, v_is_k=True, heads_k=1)
+    turns = decode.in_turns(case, cases.make_arrays(case, "numpy"), 2).turns
+    assert all(x.v.ctypes.data == x.k.ctypes.data for x in turns)
+    calls = peers.InTurns([lambda: 1, lambda: 2])
+    assert [calls() for _ in range(3)] == [1, 2, 1]
+
+
 def test_errors_of_gradients_are_measured_by_the_size_of_their_row():
     b = np.ones((1, 5, 1, 4), np.float32)
     b[0, 0], b[0, 1], b[0, 2] = 100, 0, 1e-6
@@ -292,6 +461,13 @@ def test_contenders_take_turns_and_first_calls_do_not_count():
     blocks = [call for call, _ in timer.order[4:]]
     assert blocks == [fast, slow, slow, fast, fast, slow]
     assert results["fast"].spread == 0 and results["fast"].record()["nvml_sm_clock_mhz"] == 1700
+
+
+def test_a_run_of_many_calls_counts_as_all_of_them():
+    timer = FakeTimer()
+    timer.calls_a_run = 20
+    results = timing.measure({"fast": lambda: 1e-3, "slow": lambda: 0.1}, timer, min_runs=3, min_seconds=0.12)
+    assert len(results["fast"].seconds) == 6 and results["slow"].seconds == [0.1]
 
 
 def test_a_slow_contender_is_called_once():
@@ -731,6 +907,91 @@ def test_cuflash_gets_what_its_functions_take(monkeypatch):
     ]
 
 
+def test_decoding_through_cuflash_and_fa3(monkeypatch):
+    seen = []
+
+    def attend(*arguments, **options):
+        seen.append((arguments, options))
+        return "out", "lse"
+
+    monkeypatch.setattr(peers.cuflash, "attention_with_kvcache", attend, raising=False)
+    fa3 = types.ModuleType("fa3_fwd_interface")
+    fa3.flash_attn_with_kvcache = attend
+    fa3.__spec__ = importlib.machinery.ModuleSpec("fa3_fwd_interface", None)
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3)
+    monkeypatch.setattr(peers, "_torch", lambda arrays: None)
+    case = tiny_decode(dtype="bfloat16", page_size=8, appended=1)
+    given = {"cache_seqlens": "lengths", "block_table": "table", "k": "new k", "v": "new v"}
+    arrays = decode.DecodeArrays("torch", "q", "k", "v", given=given)
+    peers.make("cuflash", case, arrays)()
+    assert peers.make("fa3", case, arrays)() == "out"
+    table = {name: value for name, value in given.items() if name != "block_table"} | {"page_table": "table"}
+    assert seen == [(("q", "k", "v"), given | {"causal": True}), (("q", "k", "v"), table | {"causal": True})]
+    # Columns that are keys alone, and those that are values too.
+    seen.clear()
+    case = tiny_decode(dtype="bfloat16", head_dim=24, heads_k=1, v_is_k=True)
+    arrays = cases.make_arrays(case, "numpy")
+    peers.make("fa3", case, arrays)()
+    ((q, k, v), options), = seen
+    assert (q.shape, k.shape, v.shape) == ((3, 2, 4, 8), (3, 40, 1, 8), (3, 40, 1, 16))
+    assert (options["qv"] == arrays.q[..., :16]).all() and (q == arrays.q[..., 16:]).all() and options["k"] is None
+    with pytest.raises(peers.Unavailable, match="appends to no keys that are values too"):
+        peers.make("fa3", dataclasses.replace(case, appended=1), arrays)
+    # One callable for each of the caches.
+    case = tiny_decode()
+    seen.clear()
+    call = peers.make("cuflash", case, decode.in_turns(case, cases.make_arrays(case, "numpy"), 2))
+    call(), call(), call()
+    assert seen[0][0][1] is not seen[1][0][1] and seen[0][0][1] is seen[2][0][1]
+
+
+def test_who_takes_part_in_decoding(monkeypatch):
+    case = tiny_decode(page_size=8)
+    arrays = cases.make_arrays(case, "numpy")
+    for name in ("unfused", "sdpa_flash", "fa4", "flashinfer"):
+        with pytest.raises(peers.Unavailable, match="takes no pages"):
+            peers.make(name, case, arrays)
+    for name in ("cuflash-deterministic", "cuflash-cupy"):
+        with pytest.raises(peers.Unavailable, match="every forward is deterministic|numpy's already"):
+            peers.make(name, case, arrays)
+    plain = tiny_decode()
+    arrays = cases.make_arrays(plain, "numpy")
+    assert cases.truth_of(plain, arrays).error(peers.make("unfused", plain, arrays)()) < plain.tolerance / 4
+    assert not tiny_decode(key_lengths=(40, 40, 39)).is_plain and tiny_decode(key_lengths=(40,) * 3).is_plain
+    others = {
+        "cuflash-contiguous": ({"page_size": 8}, {"page_size": 0}),
+        "cuflash-one-query": ({}, {"seqlen_q": 1}),
+        "cuflash-no-append": ({"appended": 1}, {"appended": 0}),
+        "cuflash-uniform": ({"key_lengths": (1, 2, 3)}, {"key_lengths": (), "seqlen_k": 8192}),
+    }
+    for name, (own, beside) in others.items():
+        case = tiny_decode(**own)
+        assert peers.problem_of(f"{name}/simt", case) == dataclasses.replace(case, **beside) and name in peers.CONTENDERS
+        for same in (tiny(), tiny_decode(seqlen_q=1)):
+            with pytest.raises(peers.Unavailable, match="would be the case itself"):
+                peers.problem_of(name, same)
+    assert peers.is_clocked("cuflash-cupy/sm80") and peers.is_clocked("fa3") and not peers.is_clocked("sdpa_flash")
+
+
+def test_one_query_through_torch_sees_all_keys(monkeypatch):
+    fake_torch(monkeypatch)
+    torch, seen = sys.modules["torch"], []
+    torch.nn = types.SimpleNamespace(functional=types.SimpleNamespace())
+
+    def sdpa(*arguments, **options):
+        seen.append((*map(str, arguments), options))
+        return FakeTensor("out")
+
+    torch.nn.functional.scaled_dot_product_attention = sdpa
+    torch.no_grad = sys.modules["torch.nn.attention"].sdpa_kernel = lambda *kind: contextlib.nullcontext()
+    arrays = decode.DecodeArrays("torch", *map(FakeTensor, "qkv"), given={})
+    case = tiny_decode(dtype="bfloat16", seqlen_q=1)
+    assert str(peers.make("sdpa_flash", case, arrays)()) == "out^T"
+    assert seen[-1] == ("q^T", "k^T", "v^T", {"is_causal": False, "enable_gqa": True})
+    with pytest.raises(peers.Unavailable, match="aligned top-left"):
+        peers.make("sdpa_flash", tiny_decode(dtype="bfloat16"), arrays)
+
+
 @pytest.fixture
 def nothing_installed(monkeypatch):
     """No peer can be imported, whatever this machine has."""
@@ -956,9 +1217,118 @@ def test_which_clock_times_a_case_on_a_gpu(monkeypatch):
     wall.block(lambda: None, 2)
     assert len(waits) == 3 and bench._timed_as(len, case) == ("calls, the host's time included, L2 warm", len)
     one, calls = {"results": {"cuflash": {"median_s": 1e-4}, "fa3": {"failed": "why"}}}, []
-    bench._queue({"cuflash": lambda: calls.append(0), "fa3": None}, one, {"min_runs": 2, "min_seconds": 0, "rounds": 1})
+    settings = {"min_runs": 2, "min_seconds": 0, "rounds": 1}
+    bench._clock({"cuflash": lambda: calls.append(0), "fa3": None}, one, "queued", run.CALLS_A_QUEUE, settings)
     assert one["results"]["cuflash"]["queued"]["median_s"] > 0 and "queued" not in one["results"]["fa3"]
     assert len(calls) % run.CALLS_A_QUEUE == 0
+
+
+def test_a_decoding_is_timed_as_a_graph_of_calls_on_caches_in_turn(monkeypatch):
+    runtime = types.SimpleNamespace(getDeviceProperties=lambda device: {"l2CacheSize": 50 * 2**20})
+    monkeypatch.setattr(jit, "import_cupy", lambda: types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(run.record, "monitor", lambda index: None)
+    case = cases.suite("decode", head_dims=[64])[-1]
+    bench = run.Bench(["cuflash"], device_id=0, say=lambda line: None)
+    timer = bench._timer(case)
+    assert timer.calls_a_run == 75 and not timer.cold and bench._caches(case) == 25
+    assert bench._settings(case) == {"min_runs": 6, "min_seconds": 0.03} and bench._settings(tiny()) == {"min_seconds": 0.06}
+    graphs = []
+    monkeypatch.setattr(run, "captured", lambda call, framework, count: graphs.append(count) or call)
+    assert bench._timed_as(lambda: None, case)[0] == "graph of 75 calls, 25 caches in turn" and graphs == [75]
+    monkeypatch.setattr(run, "captured", lambda *arguments: 1 / 0)
+    calls = []
+    mode, repeated = bench._timed_as(lambda: calls.append(0), case)
+    assert mode == "75 calls in a row, 25 caches in turn; no graph: division by zero"
+    repeated()
+    assert len(calls) == 1 + 75
+    warm = run.Bench(["cuflash"], device_id=0, flush=False, say=lambda line: None)
+    assert warm._caches(case) == 1 and warm._timer(case).calls_a_run == 64
+
+
+@pytest.fixture
+def decoders(monkeypatch):
+    """Contenders of the test's own for decoding: right ones, one that appends nothing, one that loses keys."""
+
+    def right(case, arrays):
+        def call():
+            append_by_hand(case, arrays)
+            return exact_decode(case, arrays).astype(arrays.q.dtype)
+
+        return call
+
+    def forgets(case, arrays):
+        out = right(case, arrays)()
+        arrays.unappend()
+        return lambda: out
+
+    def loses(case, arrays):
+        def call():
+            out = right(case, arrays)()
+            out[1, 0, 1] = 0  # where the truth has no row
+            return out
+
+        return call
+
+    table = {name: right for name in ("cuflash", "cuflash-cupy", *decode.BESIDE, "fa3", "sdpa_flash")}
+    monkeypatch.setattr(peers, "CONTENDERS", table | {"forgets": forgets, "loses": loses})
+    monkeypatch.setattr(peers, "missing", lambda name: None)
+    monkeypatch.setattr(peers, "make", lambda name, case, arrays: peers.CONTENDERS[name](case, arrays))
+
+
+def test_a_record_of_decoding(decoders, tmp_path):
+    case = tiny_decode(suite="decode", seqlen_q=1, seqlen_k=32, appended=1, clocked=True, page_size=8)
+    names = ["cuflash", "cuflash-cupy", "fa3", "sdpa_flash", "cuflash-contiguous", "forgets", "loses"]
+    bench, lines = bench_of(names, NamedTimer(2e-6, 2e-6, 3e-6, 8e-6, 2e-6))
+    path = tmp_path / "r.json"
+    (one,) = bench.run([case], suite="decode", path=str(path))["cases"]
+    results = one["results"]
+    assert one["kv_bytes"] == case.kv_bytes and one["page_size"] == 8 and one["appended"] == 1
+    assert results["cuflash"]["tb_per_s"] == pytest.approx(case.kv_bytes / 2e-6 * 1e-12, rel=1e-3)
+    assert "of a row's size from float64" in results["forgets"]["failed"] and "nan" in results["forgets"]["failed"]
+    assert results["loses"]["failed"].endswith("from cuflash"), "others are held against cuflash in whole"
+    assert results["cuflash-contiguous"]["max_difference"] == 0, "the same keys, and so the same answer"
+    assert results["fa3"]["single"]["calls"] == 1 and results["fa3"]["queued"]["calls"] == run.CALLS_A_QUEUE
+    assert "single" not in results["sdpa_flash"] and "single" not in results["cuflash-contiguous"]
+    assert one["speed_over"]["fa3"] == {
+        "ratio": 1.5, "lowest_round": 1.5, "highest_round": 1.5, "single": 1.5, "queued": 1.5
+    }
+    assert [verdict["what"] for verdict in one["asked"]] == [
+        "cuflash over fa3", "cuflash over fa3, single calls", "cuflash over fa3, queued calls"
+    ]
+    assert all(verdict["ok"] for verdict in one["asked"]) and one["best_peer"] == "fa3"
+    text = "\n".join(lines)
+    assert "TB/s of keys and values on numpy arrays" in text and "3.0/3.0 (1.50/1.50x)" in text and "targets: 3 of 3" in text
+    printed = CliRunner().invoke(table.main, [str(path), "--seqlen", "32"]).output.splitlines()
+    assert printed[2] == "| TB/s of keys and values | cuflash | through CuPy | FA3 | FA2 (torch) | contiguous |"
+    assert printed[6] == "| us a call, alone / queued | cuflash | through CuPy | FA3 |"
+    assert printed[8] == f"| {case.name} | 2.0 / 2.0 | 2.0 / 2.0 (1.00x / 1.00x) | 3.0 / 3.0 (1.50x / 1.50x) |"
+    assert "s1/32" not in CliRunner().invoke(table.main, [str(path), "--seqlen", "3"]).output
+
+
+def test_a_decoding_is_held_against_another_one_by_its_rate(decoders):
+    case = tiny_decode(suite="decode-append", key_lengths=(40, 8, 6))
+    uniform = dataclasses.replace(case, key_lengths=(), seqlen_k=8192)
+    bench, lines = bench_of(["cuflash", "cuflash-one-query"], NamedTimer(1e-5, 1.5e-5))
+    (one,) = bench.run([case], suite="decode-append")["cases"]
+    beside = one["results"]["cuflash-one-query"]
+    assert beside["problem"]["name"].startswith("d16 s1/40") and one["speed_over"]["cuflash-one-query"]["ratio"] == 1.5
+    work = case.kv_bytes / uniform.kv_bytes
+    timed = {name: {"median_s": seconds, "round_medians_s": [seconds]} for name, seconds in
+             (("cuflash", 1e-5), ("cuflash-uniform", 1e-5 / work / 0.95))}
+    record_of = {"results": timed}
+    bench._compare(case, record_of)
+    assert record_of["speed_over"]["cuflash-uniform"]["ratio"] == pytest.approx(1 / 0.95, rel=1e-3)
+    assert record_of["asked"] == [{"what": "cuflash over cuflash-uniform", "value": 1.0526, "asked": 0.9, "ok": True}]
+
+
+def test_the_share_of_a_bound_in_a_table():
+    entry = {"median_s": 1e-4, "tb_per_s": 3.4, "share_of_bound": 0.82}
+    one = {
+        "name": "mla", "kv_bytes": 1, "bound": {"by": "flops"}, "results": {"cuflash": entry},
+        "asked": [{"what": "share_of_bound", "ok": True}],
+    }
+    lines = table.markdown({"kind": "bench", "contenders": ["cuflash"], "cases": [one]})
+    assert lines[0] == "| TB/s of keys and values | cuflash | of the bound |" and lines[2] == "| mla | 3.40 | 82% of flops |"
 
 
 def test_suites_on_the_cpu_as_they_are(tmp_path):
@@ -1058,6 +1428,17 @@ def test_what_cuflash_compiles_is_known_ahead(monkeypatch):
     assert not run.compile_ahead(
         table[:1], ["cuflash"], 0
     )  # one variant compiles just as well when it is called
+
+
+@pytest.mark.parametrize("changes", CACHES)
+def test_the_problem_of_a_decoding_is_that_of_its_arrays(monkeypatch, changes):
+    monkeypatch.setattr(launch, "device_of", lambda index: config.DEVICES["sm_90"])
+    case = tiny_decode(**changes)
+    stated, chosen = run.choice_of(case, "cuflash-cupy", 0)
+    assert (stated.batch, stated.seqlen_q, stated.seqlen_k) == (3, 2 if case.seqlen_q > 1 else 1, 40)
+    assert (stated.page_size, stated.paged, stated.seqlen_new) == (case.page_size, case.page_size > 0, case.appended)
+    assert stated.v_is_k == case.v_is_k and stated.has_cache_seqlens and stated.decode_int64_lengths == 0
+    assert [kernel.kernel for kernel in config.kernels_of(stated, chosen)] == [chosen.kernel, "decode_combine"]
 
 
 @pytest.mark.parametrize("name, kernel, arch", [("cuflash", "fwd_sm90", "sm_90a"), ("cuflash/sm80", "fwd_sm80", "sm_90")])
@@ -1178,6 +1559,7 @@ def test_lines_of_overhead():
     assert "OVER: at most 25 asked" in overhead._line("attention, cupy", figures)
     assert "asked" not in overhead._line("cupy.empty", figures)
     assert "asked" not in overhead._line("attention_backward, cupy", figures)
+    assert "ok: at most 30 asked" in overhead._line("attention_with_kvcache, torch, out=, workspace=", figures)
     assert "FAILED: why" in overhead._line("attention, cupy", {"failed": "why"})
     call = {"call_s": 0.04, "host_s": 0.0, "compiles": 0}
     entry = {
@@ -1196,17 +1578,35 @@ def test_lines_of_overhead():
 def test_the_host_cost_of_every_function_is_measured(numpy_as_cupy, monkeypatch):
     numpy_as_cupy.float16 = np.float16
     names = overhead.subjects(None)
-    for function in ("attention", "attention_backward", "attention_varlen", "attention_varlen_backward"):
+    for function in (
+        "attention", "attention_backward", "attention_varlen", "attention_varlen_backward", "attention_with_kvcache"
+    ):
         assert f"{function}, cupy" in names
     made = []
     monkeypatch.setattr(overhead, "make_arrays", lambda case, framework: (framework, case.name))
     monkeypatch.setattr(overhead.peers, "make", lambda name, case, arrays: made.append((name, case.backward, *arrays)))
     names["attention_backward, cupy, deterministic"]()
     names["attention_varlen, cupy"]()
+    names["attention_with_kvcache, cupy, pages, k, v"]()
     assert made == [
         ("cuflash-deterministic", True, "cupy", "d64 s64 b1 h8 full bwd"),
         ("cuflash", False, "cupy", "d64 s<=33 b4 t64 h8 full"),
+        ("cuflash", False, "cupy", "d64 s1/64 b4 h8/2 causal page16 append1"),
     ]
+
+
+def test_the_host_cost_of_decoding_without_an_allocation(numpy_as_cupy, monkeypatch):
+    numpy_as_cupy.uint8 = np.uint8
+    numpy_as_cupy.empty = np.empty
+    monkeypatch.setattr(overhead, "make_arrays", lambda case, framework: cases.make_arrays(case, "numpy"))
+    seen = []
+    monkeypatch.setattr(overhead.cuflash, "kvcache_workspace_bytes", lambda *arrays, **given: 48, raising=False)
+    monkeypatch.setattr(
+        overhead.cuflash, "attention_with_kvcache", lambda *arrays, **options: seen.append(options), raising=False
+    )
+    call = overhead.subjects(None)["attention_with_kvcache, cupy, out=, workspace="]()
+    call()
+    assert seen[0]["out"].shape == (4, 1, 8, 64) and seen[0]["workspace"].nbytes == 48 and "cache_seqlens" in seen[0]
 
 
 def test_a_child_that_fails_gives_its_reason(monkeypatch, tmp_path):
@@ -1325,6 +1725,18 @@ def test_cuflash_bench_of_gradients_and_packed_sequences(option, name):
     assert done.exit_code == 0, done.output
     (one,) = json.loads(done.stdout)["cases"]
     assert name in one["name"] and one["best_peer"] == "unfused"
+
+
+def test_cuflash_bench_of_decoding(tmp_path):
+    path = tmp_path / "bench.json"
+    done = CliRunner().invoke(command.bench, ["--device", "cpu", *SMALL_TABLE, "--decode", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(path.read_text())["cases"]
+    assert one["name"] == "d16 s1/32 b2 h2 causal" and one["best_peer"] == "unfused"
+    assert one["results"]["cuflash"]["tb_per_s"] > 0 and one["results"]["cuflash"]["queued"]["median_s"] > 0
+    assert "TB/s of keys and values" in done.output and "| us a call" in CliRunner().invoke(table.main, [str(path)]).output
+    refused = CliRunner().invoke(command.bench, ["--device", "cpu", "--decode", "--varlen"])
+    assert refused.exit_code == 2 and "--decode goes without --varlen" in refused.output
 
 
 def test_the_record_alone_on_standard_output():

@@ -11,10 +11,11 @@ import types
 
 import numpy as np
 import pytest
-from test_tma import MadeUpDriver, pointers_of
+from test_tma import MadeUpDriver, layout_of, pointers_of
 
 import cuflash
 from cuflash import arrays, config, jit, launch, tma
+from cuflash import driver as driver_functions
 
 cupy = pytest.importorskip("cupy", reason="no CuPy")
 
@@ -37,7 +38,7 @@ class Gpu:
         self.arch, self.forward, self.backward = arch, f"fwd_{tier}", f"bwd_{tier}"
         self.launches, self.kernels, self.allocated, self.freed, self.cleared = [], [], [], [], []
         self.maps, self.launched_maps = MadeUpDriver(), []
-        self.capturing, self.next = False, 1 << 32
+        self.capturing, self.next, self.early = False, 1 << 32, []
 
     def array(self, shape, dtype="float16", device=0, offset=0):
         self.next += 1 << 28
@@ -49,7 +50,7 @@ class Gpu:
 
     def launch_kernel(self, function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
         kernel = self.kernels[function]
-        layout = launch.BWD_PARAMS if kernel.startswith("bwd") else launch.FWD_PARAMS
+        layout = layout_of(kernel)
         address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
         data = (ctypes.c_char * layout.itemsize).from_address(address)
         self.launches.append((kernel, np.frombuffer(bytes(data), layout)[0]))
@@ -57,6 +58,14 @@ class Gpu:
             size = len(launch._TENSOR_MAPS) * tma.MAP_BYTES
             first = launch.BWD_TENSOR_MAPS_OFFSET if kernel.startswith("bwd") else launch.TENSOR_MAPS_OFFSET
             self.launched_maps = pointers_of(ctypes.string_at(address + first, size))
+
+    def cuLaunchKernelEx(self, config, function, argv, extra):
+        config = driver_functions._LaunchConfig.from_address(config)
+        attribute = config.attributes[0]
+        assert (config.num_attributes, attribute.id, attribute.value) == (1, 6, 1) and extra is None
+        self.early.append(self.kernels[function])
+        self.launch_kernel(function, *config.grid, *config.block, config.smem_bytes, config.stream, argv, extra)
+        return 0
 
     def memset(self, pointer, value, num_bytes, stream):
         assert (value, stream) == (0, 7)
@@ -105,6 +114,7 @@ def gpu(request, monkeypatch):
     monkeypatch.setattr(jit, "load", made.load)
     monkeypatch.setattr(runtime, "memsetAsync", made.memset)
     monkeypatch.setattr(tma, "_driver", lambda: made.maps)
+    monkeypatch.setattr(driver_functions, "library", lambda: made)
     monkeypatch.setattr(jit, "arch_for", lambda capability: made.arch)
     monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES[made.arch])
     monkeypatch.setattr(attention, "_prepared", attention._Prepared())
@@ -455,3 +465,184 @@ def test_other_arrays_go_through_cupy(gpu, monkeypatch):
         cuflash.attention_backward(*given, dv=Shared(v))
     out, lse = cuflash.attention(*given[1:4], return_lse=True)
     assert list(gpu.taken()) == [gpu.forward] and lse.shape == SHAPES["lse"]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Decoding
+
+CACHES = {
+    "q": (3, 2, 4, 64),
+    "k_cache": (3, 40, 2, 64),
+    "v_cache": (3, 40, 2, 32),
+    "k": (3, 2, 2, 64),
+    "v": (3, 2, 2, 32),
+    "out": (3, 2, 4, 32),
+}
+PAGES = CACHES | {"k_cache": (10, 16, 2, 64), "v_cache": (10, 16, 2, 32)}
+DECODE_POINTERS = ("k_new", "v_new", "cache_seqlens", "cache_batch_idx", "block_table")
+
+
+def decoding(gpu, *names, shapes=CACHES):
+    return gpu.arrays("q", "k_cache", "v_cache", *names, shapes=shapes)
+
+
+def test_decoding(gpu):
+    q, k_cache, v_cache = decoding(gpu)
+    out, lse = cuflash.attention_with_kvcache(q, k_cache, v_cache, return_lse=True)
+    launches = gpu.taken()
+    assert list(launches) == ["decode_sm80", "decode_combine"] and gpu.cleared == []
+    assert gpu.early == (list(launches) if gpu.arch == "sm_90" else []), "older GPUs start none early"
+    scratch, size = gpu.scratch()
+    for record in launches.values():
+        assert pointers(record, "q", "k", "v", "out", "lse") == addresses(q, k_cache, v_cache, out, lse)
+        assert pointers(record, *DECODE_POINTERS) == [0] * 5
+        assert pointers(record, "partial_out") == [scratch] and scratch < record["partial_lse"] < scratch + size
+        assert (record["fixed_seqlen"], record["seqlen_new"], record["num_slots"]) == (40, 0, 3)
+    assert (out.shape, lse.shape, lse.dtype) == (CACHES["out"], (3, 4, 2), "float32")
+
+
+def test_the_pointers_of_decoding_with_everything(gpu):
+    lengths, table = gpu.array((3,), "int64"), gpu.array((3, 7), "int32")[:, :5]
+    for _ in range(2):
+        q, k_cache, v_cache, k, v, out = decoding(gpu, "k", "v", "out", shapes=PAGES)
+        given = cuflash.attention_with_kvcache(
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths, block_table=table, out=out
+        )
+        assert given is out
+        for record in gpu.taken().values():
+            assert pointers(record, "q", "k", "v", "out", "lse") == [*addresses(q, k_cache, v_cache, out), 0]
+            assert pointers(record, *DECODE_POINTERS) == [*addresses(k, v, lengths), 0, *addresses(table)]
+            assert (record["seqlen_new"], record["page_size"], record["seqlen_k"]) == (2, 16, 80)
+            assert (record["block_table_stride"], record["decode_int64_lengths"]) == (7, 1)
+    assert len(gpu.kernels) == 2
+    q, k_cache, v_cache = decoding(gpu)
+    index = gpu.array((3,), "int64")
+    cuflash.attention_with_kvcache(q, k_cache, v_cache, cache_batch_idx=index)
+    record = gpu.taken()["decode_sm80"]
+    assert pointers(record, *DECODE_POINTERS) == [0, 0, 0, index.data.ptr, 0] and record["decode_int64_lengths"] == 2
+
+
+def test_a_length_that_changes_prepares_nothing(gpu):
+    q, k_cache, v_cache, k, v = decoding(gpu, "k", "v")
+    for length in (0, 1, np.int64(38), 17):
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=length)
+        assert [record["fixed_seqlen"] for record in gpu.taken().values()] == [length, length]
+    for wrong, message in ((39, "must leave room"), (-1, "must be 0 to 40"), (None, "must be given"), (41, "must be 0 to 40")):
+        with pytest.raises(ValueError, match=f"cache_seqlens {message}"):
+            cuflash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=wrong)
+    with pytest.raises(TypeError, match="cache_seqlens must be an integer, an array or None; got True"):
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=True)
+    assert len(gpu.kernels) == 2 and gpu.taken() == {}
+    lengths = gpu.array((3,), "int32")
+    cuflash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
+    assert pointers(gpu.taken()["decode_sm80"], "cache_seqlens") == [lengths.data.ptr]
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 5])
+def test_with_out_and_a_workspace_nothing_is_allocated(gpu, monkeypatch, num_splits):
+    q, k_cache, v_cache, out = decoding(gpu, "out")
+    options = {"num_splits": num_splits, "out": out}
+    needed = cuflash.kvcache_workspace_bytes(q, k_cache, v_cache, **options)
+    assert gpu.kernels == gpu.allocated == [] and (needed > 0) == (num_splits != 1)
+    workspace = gpu.array((needed + 1000,), "uint8")[1000 - 1000 % 16 :] if needed else gpu.array((0,), "uint8")
+    monkeypatch.setattr(arrays.CupyDoor, "empty", None)
+    for _ in range(2):
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=workspace, **options)
+        for record in gpu.taken().values():
+            places = pointers(record, "partial_out", "partial_lse")
+            assert (places[0] == workspace.data.ptr < places[1] < workspace.data.ptr + needed) if needed else places == [0, 0]
+    assert gpu.allocated == []
+    if needed:
+        for small in (workspace[: needed - 16], workspace[:0]):
+            with pytest.raises(ValueError, match=f"workspace must have {needed} bytes or more .*; got {len(small)}"):
+                cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=small, **options)
+        with pytest.raises(ValueError, match="workspace must be aligned to 16 bytes"):
+            cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=workspace[8:], **options)
+
+
+def test_values_that_begin_where_keys_do_are_another_call(gpu):
+    """Shapes and strides of the two are those of keys and values that lie apart."""
+    q, k_cache, other = (gpu.array(shape) for shape in ((3, 1, 4, 576), (3, 40, 1, 576), (3, 40, 1, 576)))
+    expected = "decode_sm90" if gpu.arch == "sm_90" else "decode_simt"
+    for _ in range(2):
+        for values, kernel in ((other, "decode_simt"), (k_cache, expected)):
+            cuflash.attention_with_kvcache(q, k_cache, values[..., :512])
+            ((kernel_launched, record), _) = gpu.taken().items()
+            assert kernel_launched == kernel
+            assert pointers(record, "k", "v") == addresses(k_cache, values)
+    assert len(gpu.kernels) == 4
+    k, lengths = gpu.array((3, 1, 1, 576)), gpu.array((3,), "int32")
+    cuflash.attention_with_kvcache(q, k_cache, k_cache[..., :512], k=k, v=k[..., :512], cache_seqlens=lengths)
+    gpu.taken()
+    with pytest.raises(ValueError, match=r"v must be k\[..., :head_dim_v\]"):
+        away = gpu.array((3, 1, 1, 576))[..., :512]
+        cuflash.attention_with_kvcache(q, k_cache, k_cache[..., :512], k=k, v=away, cache_seqlens=lengths)
+    with pytest.raises(ValueError, match="v_cache must not overlap k_cache"):
+        cuflash.attention_with_kvcache(q, k_cache, k_cache[..., 64:], k=k, v=k[..., :512], cache_seqlens=lengths)
+    assert gpu.taken() == {}
+
+
+def test_caches_in_one_buffer_are_looked_at_once(gpu, monkeypatch):
+    """Keys and values side by side in each page span the same addresses, and share none."""
+    attention = importlib.import_module("cuflash.attention")
+    looked, check = [], attention._check_overlaps
+    monkeypatch.setattr(attention, "_check_overlaps", lambda *given: looked.append(check(*given)))
+    table, lengths = gpu.array((3, 5), "int32"), gpu.array((3,), "int32")
+    options = {"block_table": table, "cache_seqlens": lengths}
+    for _ in range(4):
+        pages, q, k = gpu.array((10, 2, 16, 2, 64)), gpu.array((3, 1, 4, 64)), gpu.array((3, 1, 2, 64))
+        v = gpu.array((3, 1, 2, 64))
+        cuflash.attention_with_kvcache(q, pages[:, 0], pages[:, 1], k=k, v=v, **options)
+    assert len(looked) == 1 and len(gpu.kernels) == 2
+    with pytest.raises(ValueError, match="k_cache must not overlap k: they share memory"):
+        cuflash.attention_with_kvcache(q, pages[:, 0], pages[:, 1], k=pages[:3, 0, :1], v=v, **options)
+
+
+def test_a_given_out_in_a_cache(gpu):
+    q, k_cache, v_cache, out = decoding(gpu, "out")
+    cuflash.attention_with_kvcache(q, k_cache, v_cache, out=out)
+    inside = cupy.ndarray(CACHES["out"], "float16", memptr=v_cache.data + 512)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out must not overlap v_cache: they share memory"):
+            cuflash.attention_with_kvcache(q, k_cache, v_cache, out=inside)
+    with pytest.raises(ValueError, match="workspace must not overlap q: they share memory"):
+        inside = cupy.ndarray((1 << 22,), "uint8", memptr=q.data)
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=inside)
+
+
+def test_contents_are_read_only_if_asked_to(gpu, monkeypatch):
+    q, k_cache, v_cache = decoding(gpu, shapes=PAGES)
+    lengths, table = gpu.array((3,), "int32"), gpu.array((3, 5), "int32")
+    values = {lengths.data.ptr: [0, 17, 80], table.data.ptr: [[0, 9, 10, 1, 2]] * 3}
+    monkeypatch.setattr(arrays.CupyDoor, "to_host", lambda self, x: np.array(values[x.data.ptr]))
+    given = {"cache_seqlens": lengths, "block_table": table}
+    cuflash.attention_with_kvcache(q, k_cache, v_cache, **given)
+    with pytest.raises(ValueError, match="got 10 for page 2 of request 2"):
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, **given, validate=True)
+    with pytest.raises(ValueError, match="got 10 for page 2 of request 0"):
+        cuflash.attention_with_kvcache(q, k_cache, v_cache, block_table=table, cache_seqlens=33, validate=True)
+    values[lengths.data.ptr] = [0, 17, 32]
+    cuflash.attention_with_kvcache(q, k_cache, v_cache, **given, validate=True)
+
+
+def test_new_keys_without_queries(gpu):
+    q, k_cache, v_cache, k, v = decoding(gpu, "k", "v", shapes=CACHES | {"q": (3, 0, 4, 64)})
+    out = cuflash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=3)
+    assert list(gpu.taken()) == ["decode_sm80"] and out.shape == (3, 0, 4, 32)
+    assert cuflash.attention_with_kvcache(q, k_cache, v_cache).shape == (3, 0, 4, 32) and gpu.taken() == {}
+
+
+def test_caches_of_other_frameworks(gpu, monkeypatch):
+    monkeypatch.setattr(cupy, "from_dlpack", lambda shared: shared.x)
+    monkeypatch.setattr(arrays.DlpackDoor, "keep_until_done", lambda self, *given: None)
+    given = decoding(gpu)
+    lengths, k, v = gpu.array((3,), "int32"), gpu.array(CACHES["k"]), gpu.array(CACHES["v"])
+    shared = [Shared(x) for x in given]
+    out = cuflash.attention_with_kvcache(*shared, cache_seqlens=Shared(lengths))
+    assert pointers(gpu.taken()["decode_sm80"], "q", "k", "v", "cache_seqlens") == addresses(*given, lengths)
+    assert out.shape == CACHES["out"]
+    assert cuflash.kvcache_workspace_bytes(*shared) == cuflash.kvcache_workspace_bytes(*given) > 0
+    for name, rest in (("k", {"k": Shared(k), "v": Shared(v)}), ("workspace", {"workspace": Shared(lengths)})):
+        with pytest.raises(TypeError, match=f"{name} is not supported for dlpack arrays; got Shared"):
+            cuflash.attention_with_kvcache(*shared, cache_seqlens=3, **rest)
+    assert gpu.taken() == {}

@@ -121,6 +121,9 @@ BAD = [
     (["explain", "--arch", "ampere"], 2, "'ampere' is not one of sm_60"),
     (["explain", "--arch", "sm_90", "--deterministic"], 2, "give --backward too"),
     (["warmup", "--arch", "sm_90", "--deterministic"], 2, "give --backward too"),
+    (["explain", "--arch", "sm_90", "--decode", "--varlen"], 2, "leave out --backward and --varlen"),
+    (["explain", "--arch", "sm_90", "--page-size", "16"], 2, "are about a cache: give --decode too"),
+    (["explain", "--arch", "sm_90", "--decode", "--num-splits", "9999"], 1, "num_splits must be 0 (chosen) to 4096; got 9999"),
     (["explain", "--arch", "sm_90", "--device", "0"], 2, "give one of them"),
     (["explain", "--arch", "sm_90", "--head-dim", "300"], 1, "head_dim of q and k must be 1 to 256; got 300"),
     (["explain", "--arch", "sm_90", "--head-dim", "64.5"], 2, "not a valid integer"),
@@ -433,6 +436,48 @@ def rest_of_dk_unwritten(problem, dout, q, k, v, out, lse, cu_q, cu_k, used_q, u
     dk[: cu_k[-1]] = whole[: cu_k[-1]]
 
 
+right_decode = cpu.attention_with_kvcache
+
+
+def appended_too_late(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    """The new keys go into the cache, and are not attended to."""
+    lse = right_decode(problem, q, k_cache, v_cache, None, None, lengths, index, table, out)
+    right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, np.empty_like(out))
+    return lse
+
+
+def not_appended(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    return right_decode(problem, q, k_cache.copy(), v_cache.copy(), k, v, lengths, index, table, out)
+
+
+def another_page_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    v_cache[-1, 0, 0, 0] = 1
+    return lse
+
+
+def past_the_cache(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    np.lib.stride_tricks.as_strided(k_cache, (k_cache.size + 1,), (k_cache.itemsize,))[-1] = 0
+    return lse
+
+
+def a_key_too_many(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    return right_decode(problem, q, k_cache, v_cache, k, v, lengths + 1, index, table, out)
+
+
+def table_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    table[0, -1] ^= 1
+    return lse
+
+
+def cache_written(problem, q, k_cache, v_cache, k, v, lengths, index, table, out):
+    lse = right_decode(problem, q, k_cache, v_cache, k, v, lengths, index, table, out)
+    k_cache[0, -1] = 0
+    return lse
+
+
 BROKEN = [
     (slightly_wrong, "seqlen 63 x 65", "max error "),
     (one_key_too_many, "causal 129 x 257", "max error "),
@@ -469,10 +514,18 @@ BROKEN = [
     (rest_unwritten, "packed, some unused", "out has nan wrong in"),
     (lengths_written, "packed, several", "cu_seqlens_k was written"),
     (rest_of_dk_unwritten, "packed backward, some unused", "dk: not finite in"),
+    (appended_too_late, "decode, 3 appended across pages", "max error "),
+    (not_appended, "decode, 3 appended to rows", "k_cache afterwards is wrong in 1152 of"),
+    (another_page_written, "decode, 3 appended across pages", "v_cache afterwards is wrong in 1 of"),
+    (past_the_cache, "decode, 3 appended across pages", "memory around k_cache was written"),
+    (a_key_too_many, "decode, pages of 16", "out has nan wrong in"),
+    (table_written, "decode, pages of 16", "block_table was written"),
+    (cache_written, "decode, one query", "k_cache was written"),
 ]
 PATCHED = {  # by the number of arguments
     5: "attention",
     9: "attention_varlen",
+    10: "attention_with_kvcache",
     11: "backward",
     15: "backward_varlen",
 }
@@ -550,6 +603,12 @@ def test_cases_cover_what_they_should():
     assert (
         {case.deterministic for case in gradients} == {case.with_dlse for case in gradients} == {True, False}
     )
+    caches = [(case, case.cache) for case in CASES if case.cache]
+    assert {bool(cache.page_size) for _, cache in caches} == {bool(cache.new) for _, cache in caches} == {True, False}
+    assert {0, 1} < {cache.num_splits for _, cache in caches} and any(cache.page_size == 1 for _, cache in caches)
+    assert any(0 in cache.lengths for _, cache in caches) and any(case.options.get("window") for case, _ in caches)
+    assert any(case.heads_q > case.heads_k > 1 for case, _ in caches)
+    assert {(case.head_dim, case.head_dim_v) for case, cache in caches if cache.values_are_keys} == {(576, 512)}
     packed = [case.lengths for case in CASES if case.lengths]
     assert any(0 in lengths.q and 0 in lengths.k for lengths in packed)
     assert any(lengths.spare for lengths in packed) and any(lengths.used_k for lengths in packed)
@@ -574,7 +633,7 @@ def test_a_case_states_the_problems_of_its_arrays(monkeypatch, case):
 
         return record
 
-    for name in ("attention", "attention_varlen", "backward", "backward_varlen"):
+    for name in ("attention", "attention_varlen", "attention_with_kvcache", "backward", "backward_varlen"):
         monkeypatch.setattr(cpu, name, recorder(getattr(cpu, name)))
     for dtype in ("float16", "float64"):
         del stated[:]
@@ -739,6 +798,21 @@ def test_all_kernels_of_gradients_are_compiled_ahead(fake_gpu, monkeypatch, args
     assert {kernel for kernel in compiled if kernel.startswith(("fwd", "bwd_s"))} == set(of_tiers)
 
 
+def test_all_kernels_of_decoding_are_compiled_ahead(fake_gpu, monkeypatch):
+    """Of each tier that takes the case; sm90 takes values that are the first columns of keys."""
+    forced = forced_tiers(monkeypatch, "attention_with_kvcache")
+    for case, tiers in (("pages of 16", ["sm80", "simt"]), ("latent keys", ["sm90", "simt"])):
+        del forced[:], fake_gpu[:]
+        code, output = run("check", "--case", f"decode, {case}", "--dtype", "float16")
+        assert code == 0 and output.count(f"decode, {case}") == len(tiers), output
+        assert list(dict.fromkeys(forced)) == tiers
+        kernels = [variant.kernel for variant in fake_gpu]
+        assert sorted(set(kernels)) == sorted(["decode_combine", *(f"decode_{tier}" for tier in tiers)])
+    del fake_gpu[:]
+    assert run("check", "--case", "decode, 1 split", "--dtype", "float32")[0] == 0
+    assert [variant.kernel for variant in fake_gpu] == ["decode_simt"]
+
+
 def test_a_tier_without_the_gradients_says_so(fake_gpu):
     code, output = run("check", "--tier", "sm90", "--case", "backward, 63 x 65", "--dtype", "float32", "--dtype", "float64")
     assert code == 1 and "float32 would be rounded; tier sm90: tensor cores" in output, "every reason, and once"
@@ -817,17 +891,24 @@ def test_info_shows_what_the_dispatcher_chooses(no_gpu, arch):
     code, output = run("info", "--arch", arch, "--json")
     support = read_json(output)["support"]
     assert code == 0 and {row["dtype"] for row in support} == set(DTYPES)
-    for call, dtype in itertools.product(("forward", "backward"), DTYPES):
+    for call, dtype in itertools.product(("forward", "backward", "decode"), DTYPES):
         rows = [row["head_dim"] for row in support if (row["call"], row["dtype"]) == (call, dtype)]
         assert (
             rows[0][0] == 1
-            and rows[-1][1] == 256
+            and rows[-1][1] == (576 if call == "decode" else 256)
             and all(a[1] + 1 == b[0] for a, b in itertools.pairwise(rows))
         )
     device = config.DEVICES[arch]
     for row in support:
         for head_dim in row["head_dim"]:
             sizes = {"seqlen_q": 4096, "seqlen_k": 4096, "head_dim": head_dim, "head_dim_v": head_dim}
+            if row["call"] == "decode":
+                sizes |= {"seqlen_q": 1, "head_dim_v": min(512, head_dim)}
+                for feature, asked in (("plain", {}), ("pages", {"page_size": 16}), ("latent", {"latent": True})):
+                    problem = builds.cached_problem(row["dtype"], **sizes, **asked)
+                    aligned = dataclasses.replace(problem, alignment=16, out_alignment=16)
+                    assert row["tiers"][feature] == config.choose(aligned, device).tier
+                continue
             for feature, asked in (
                 ("plain", {}),
                 ("causal", {"causal": True}),
@@ -850,6 +931,12 @@ def test_info_table(no_gpu):
     # A column for each feature: any stride is what TMA cannot address.
     features = sys.modules["cuflash.cli.info"].FEATURES
     forward, backward = ([line.split() for line in lines if line.startswith(dtype)] for dtype in ("float16", "bfloat16"))
+    # Wide heads are of tensor cores only where their values lie in the keys.
+    ways = len(features["decode"])
+    for dtype, lines_of in (("float16", forward), ("bfloat16", backward)):
+        wide = [dtype, "257-576", *["simt"] * (ways - 1), "sm90"]
+        assert lines_of[-2:] == [[dtype, "1-256", *["sm80"] * ways], wide]
+        del lines_of[-2:]
     tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["forward"]]
     assert forward[0] == ["float16", "1-256", *tiers] and backward[0] == ["bfloat16", "1-256", *tiers]
     # Gradients of wide heads are of sm80.
@@ -860,10 +947,11 @@ def test_info_table(no_gpu):
     assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
     assert any(line.split()[:2] == ["forward", "head_dim"] and "varlen" in line for line in lines)
     assert any(line.split()[:2] == ["backward", "head_dim"] and "deterministic" in line for line in lines)
+    assert any(line.split()[:2] == ["decode", "head_dim"] and "pages" in line for line in lines)
     _, output = run("info", "--arch", "sm_75")
     assert any(line.split()[:3] == ["bfloat16", "1-256", "simt"] for line in output.splitlines())
     float16 = [line.split()[2] for line in output.splitlines() if line.startswith("float16")]
-    assert float16 == ["sm80", "simt"], "forward, backward"
+    assert float16 == ["sm80", "simt", "sm80", "simt"], "forward, backward, decoding of narrow and wide heads"
 
 
 def test_info_with_a_gpu(fake_gpu, monkeypatch, tmp_path):
@@ -978,6 +1066,13 @@ def test_explain_says_why(no_gpu):
             ["bwd_delta", "bwd_simt", "bwd_cast"],
             ["rows", "dq_sum", "turns"],
         ),
+        (("--decode", "--seqlen-q", 1), ["decode_sm80", "decode_combine"], ["partial_out", "partial_lse"]),
+        (("--decode", "--num-splits", 1, "--page-size", 16, "--append", 2), ["decode_sm80"], []),
+        (
+            ("--decode", "--latent", "--head-dim", 576, "--head-dim-v", 512, "--num-splits", 3),
+            ["decode_sm90", "decode_combine"],
+            ["partial_out", "partial_lse"],
+        ),
         (
             ("--backward", "--varlen", "--batch", 3),
             ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"],
@@ -990,9 +1085,8 @@ def test_explain_says_what_is_launched(no_gpu, no_nvrtc, args, kernels, scratch)
     record = read_json(run(*args, "--json")[1])
     assert [step["kernel"] for step in record["launches"]] == kernels
     assert list(record["scratch_bytes"]) == scratch and all(record["scratch_bytes"].values())
-    assert record["kernel"] in kernels and record["call"] == (
-        "backward" if "bwd_cast" in kernels else "forward"
-    )
+    call = "backward" if "bwd_cast" in kernels else "decode" if "--decode" in args else "forward"
+    assert record["kernel"] in kernels and record["call"] == call
     assert record["grid"] == {step["kernel"]: step["grid"] for step in record["launches"]}[record["kernel"]]
     _, output = run(*args)
     assert (", ".join(f"{step['kernel']} (" for step in record["launches"][:1]) in output) == (
@@ -1001,6 +1095,14 @@ def test_explain_says_what_is_launched(no_gpu, no_nvrtc, args, kernels, scratch)
     assert all(f"{name} " in output for name in scratch)
     assert ("3 sequences of 12288 x 12288 rows in all" in output) == ("--batch" in args)
     assert (", deterministic" in output) == ("--deterministic" in args)
+    assert ("keys in pages of 16, heads" in output) == (", 2 appended" in output) == ("--page-size" in args)
+    assert (", 3 splits, values in the keys" in output) == ("--latent" in args)
+
+
+def test_explain_of_decoding_is_causal_unless_told_otherwise(no_gpu, no_nvrtc):
+    for args, expected in ((("--decode",), True), (("--decode", "--no-causal"), False), ((), False), (("--causal",), True)):
+        _, output = run("explain", "--arch", "sm_90", *args)
+        assert (", causal" in output) == expected
 
 
 def test_explain_says_why_not(no_gpu):
@@ -1176,6 +1278,20 @@ def test_warmup_of_gradients_and_packed_sequences(no_gpu, built, tmp_path, is_ho
     # Dense and packed, deterministic or not; the tiles of queries and those of keys.
     counts = {"bwd_cast": 2, "bwd_delta": 4, bwd: 4, fwd: 2 + more, "varlen_tiles": 2 + more}
     assert {kernel: everything.count(kernel) for kernel in everything} == counts
+
+
+def test_warmup_of_decoding(no_gpu, built, tmp_path):
+    one = ("warmup", "--arch", "sm_90", "--dtype", "bfloat16", "--head-dim", "128", "--head-dim", "576/512", "--mask", "causal")
+    assert run(*one, "--output", tmp_path)[0] == 1, "no other call takes heads as wide"
+    built.clear()
+    assert run(*one, "--decode", "--output", tmp_path)[0] == 0
+    # In rows and in pages, with new keys and without.
+    kernels = [variant.kernel for variant in built]
+    counts = {"fwd_sm90": 1, "decode_sm80": 4, "decode_sm90": 4, "decode_combine": 8}
+    assert {kernel: kernels.count(kernel) for kernel in kernels} == counts
+    for kernel in ("decode_sm80", "decode_sm90"):
+        ways = {(dict(v.constants)["PAGED"], dict(v.constants)["APPENDS"]) for v in built if v.kernel == kernel}
+        assert ways == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_warmup_takes_the_gpus_here(fake_gpu, tmp_path):

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from cuflash import config, jit, launch, tma
+from cuflash import config, jit, launch, merge, tma
 from cuflash.config import DEVICES, choose, kernels_of
-from cuflash.problem import BackwardProblem, Problem
+from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Problem
 
-TIERED = ("bwd_simt", "bwd_sm80", "bwd_sm90", "fwd_simt", "fwd_sm80", "fwd_sm90")
-KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "varlen_tiles")))
+CALLS = ("bwd", "decode", "fwd")
+TIERED = tuple(sorted(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))
+KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "merge", "varlen_tiles")))
+OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
 SIXTEEN_BIT = ("float16", "bfloat16")
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
 TUNED_HOPPER_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -64,6 +66,27 @@ def problem(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more
 def backward(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more) -> BackwardProblem:
     own = {name: more.pop(name) for name in ("deterministic",) if name in more}
     return BackwardProblem(**vars(problem(dtype, head_dim, head_dim_v, mask, score, **more)) | own)
+
+
+def decode(dtype, head_dim, head_dim_v=None, mask="none", score="scale", rows=1, **more) -> DecodeProblem:
+    """``rows``: that read a key head."""
+    own = {name: more.pop(name) for name in tuple(more) if name not in Problem.__dataclass_fields__}
+    base = problem(dtype, head_dim, head_dim_v, mask, score, **dict(seqlen_q=rows, heads_q=2, heads_k=2) | more)
+    return DecodeProblem(**vars(base) | own)
+
+
+def latent(dtype="bfloat16", head_dim=576, head_dim_v=512, mask="none", score="scale", **more) -> DecodeProblem:
+    return decode(dtype, head_dim, head_dim_v, mask, score, v_is_k=True, **more)
+
+
+PAGED, APPENDS, SPLITS = dict(paged=True, page_size=16), dict(seqlen_new=1), dict(num_splits=3)
+WAYS = {
+    "pages": PAGED,
+    "appended": APPENDS,
+    "appended pages": PAGED | APPENDS,
+    "splits": SPLITS,
+    "splits of appended pages": PAGED | APPENDS | SPLITS,
+}
 
 
 def tensor_core_groups(arch):
@@ -243,11 +266,74 @@ def plain_gradient_groups(arch):
     yield "options of plain gradients", backward("float64", 64, 128, varlen=True, deterministic=True), False
 
 
+def tensor_core_decode_groups(arch):
+    """The same for decode_sm80."""
+    last = "float16" if arch == "sm_75" else "bfloat16"
+    for head_dim, rows in itertools.product((64, 128), (1, 32, 64)):
+        yield "decoding", decode(last, head_dim, rows=rows), arch != "sm_75"
+    if arch not in MAIN:
+        return
+    for (head_dim, rows), way in itertools.product(((64, 1), (128, 1), (128, 64), (256, 1)), WAYS):
+        yield f"ways of decoding {head_dim}", decode("bfloat16", head_dim, rows=rows, **WAYS[way]), True
+    for rows, mask in itertools.product((1, 32, 64), ("causal", "window")):
+        yield "masks of decoding", decode("float16", 128, mask=mask, rows=rows), True
+    for head_dim, rows in itertools.product((192, 256), (1, 32, 64)):
+        yield "decoding of wide heads", decode("bfloat16", head_dim, rows=rows), True
+    if arch != "sm_90":
+        return
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "masks and scores of decoding", decode("bfloat16", 128, mask=mask, score=score, rows=4), score != "any scale"
+    for head_dim, (vec, out) in itertools.product((40, 128), ((2, 16), (4, 2), (8, 4), (16, 8))):
+        stated = decode("float16", head_dim, mask="window", alignment=vec, out_alignment=out, **APPENDS)
+        yield "alignments of decoding", stated, False
+    for head_dim, head_dim_v in ((32, 32), (96, 96), (160, 160), (224, 224), (192, 128), (128, 256), (64, 8), (8, 256)):
+        yield "other head dims of decoding", decode("float16", head_dim, head_dim_v, "causal", rows=16), False
+    yield "other head dims of decoding", decode("bfloat16", 128, 64, rows=64, v_is_k=True, **APPENDS), False
+
+
+def hopper_decode_groups(arch):
+    """The same for decode_sm90: no variant spills."""
+    if arch != "sm_90":
+        return
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "latent decoding", latent(mask=mask, score=score), True
+    for dtype, way in itertools.product(SIXTEEN_BIT, WAYS):
+        yield "ways of latent decoding", latent(dtype, mask="causal", **WAYS[way]), True
+    for head_dim, head_dim_v, out in ((300, 260, 2), (512, 512, 4), (576, 260, 8), (400, 400, 16)):
+        yield "other latent decoding", latent("float16", head_dim, head_dim_v, out_alignment=out), True
+
+
+def plain_decode_groups(arch):
+    """The same for decode_simt."""
+    for dtype, head_dim in (("float32", 128), ("float16", 64)):
+        yield "plain decoding", decode(dtype, head_dim, rows=4), True
+    if arch != "sm_90":
+        return
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        for head_dim, rows in itertools.product((32, 64, 128, 256), (1, 8)):
+            yield f"plain decoding {dtype}", decode(dtype, head_dim, mask="causal", rows=rows), True
+        for head_dim, head_dim_v in ((576, 512), (320, 320), (8, 512), (576, 32)):
+            yield f"plain decoding {dtype}", decode(dtype, head_dim, head_dim_v, rows=8), True
+        itemsize = {"float32": 4, "float64": 8}.get(dtype, 2)
+        for vec in (2, 4, 8):
+            if vec >= itemsize:
+                stated = decode(dtype, 64, mask="window", alignment=vec, out_alignment=vec, rows=2, **APPENDS)
+                yield f"plain decoding {dtype}", stated, False
+    for dtype, way in itertools.product(("float32", "float64"), WAYS):
+        yield "ways of plain decoding", decode(dtype, 128, **WAYS[way]), True
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "masks and scores of plain decoding", decode("float32", 128, mask=mask, score=score, rows=4), False
+    for dtype, way in itertools.product(("float16", "float32"), WAYS):
+        yield "plain latent decoding", latent(dtype, rows=16, **WAYS[way]), True
+
+
 def small_memory_groups(arch):
     """Tiles of GPUs with less shared memory than `arch` has."""
     if arch == "sm_86":
         for kib, head_dim in itertools.product((48, 64), (64, 128, 256)):
             yield "little shared memory", problem("bfloat16", head_dim, mask="causal"), kib * 1024, "sm80"
+            if head_dim < 256:
+                yield "decoding with little shared memory", decode("bfloat16", head_dim, rows=64), kib * 1024, "sm80"
         for dtype, head_dim in (("float32", 64), ("float32", 128), ("float64", 256)):
             yield "gradients with little shared memory", backward(dtype, head_dim), 48 * 1024, "simt"
 
@@ -269,16 +355,20 @@ def groups() -> dict[tuple[str, str], dict]:
 
     for arch, device in DEVICES.items():
         if device.compute_capability >= (7, 5):
-            for group, stated, tuned in tensor_core_groups(arch):
+            for group, stated, tuned in itertools.chain(tensor_core_groups(arch), tensor_core_decode_groups(arch)):
                 add(arch, group, stated, device, "sm80", tuned)
         if device.compute_capability >= (8, 0):
             for group, stated, tuned in tensor_core_gradient_groups(arch):
                 add(arch, group, stated, device, "sm80", tuned)
-        for group, stated, tuned in itertools.chain(hopper_groups(arch), hopper_gradient_groups(arch)):
+        for group, stated, tuned in itertools.chain(
+            hopper_groups(arch), hopper_gradient_groups(arch), hopper_decode_groups(arch)
+        ):
             add(arch, group, stated, device, "sm90", tuned)
         for group, stated, smem, tier in small_memory_groups(arch):
             add(arch, group, stated, dataclasses.replace(device, smem_optin=smem), tier, False)
-        for group, stated, tuned in itertools.chain(plain_groups(arch), plain_gradient_groups(arch)):
+        for group, stated, tuned in itertools.chain(
+            plain_groups(arch), plain_gradient_groups(arch), plain_decode_groups(arch)
+        ):
             add(arch, group, stated, device, "simt", tuned)
     return made
 
@@ -288,11 +378,11 @@ def some_variants() -> dict[str, config.Kernel]:
     """A variant of each kernel."""
     made, device = {}, DEVICES["sm_90"]
     for tier, stated in itertools.product(
-        config.TIERS, (problem("float16", 32), backward("float16", 32, varlen=True))
+        config.TIERS, (problem("float16", 32), backward("float16", 32, varlen=True), decode("float16", 32), latent("float16"))
     ):
         if config.refusal(tier, stated, device) is None:
             made |= {kernel.kernel: kernel for kernel in kernels_of(stated, choose(stated, device, tier))}
-    return made
+    return made | {"merge": merge.kernel_of(MergeProblem("float16", 2, 3, 4, 64, 5))}
 
 
 def arch_of_any(kernel: str) -> str:
@@ -327,8 +417,8 @@ def faults_of(kernel, stated, arch, tuned) -> list[str]:
         faults.append(
             f"{built.registers} registers leave no room for {blocks} blocks of {kernel.threads} threads"
         )
-    # Only the list of tiles is made in static shared memory, by a single block.
-    if built.static_smem > (48 * 1024 if kernel.kernel == "varlen_tiles" else 0):
+    # The list of tiles is made in static shared memory, by a single block; results of parts are joined in a little of it.
+    if built.static_smem > {"varlen_tiles": 48 * 1024, "decode_combine": 8 * 1024}.get(kernel.kernel, 0):
         faults.append(f"{built.static_smem} bytes of static shared memory that config.py does not know of")
     faults += [line.strip() for line in built.log.splitlines() if COMPLAINT.match(line)]
     return [f"{what}: {fault}" for fault in faults]
@@ -354,8 +444,10 @@ def test_the_variants_meet_every_value_of_every_constant():
     for kernel in TIERED:
         assert values[kernel, "SCORE"] == {0, 1, 2}
         assert values[kernel, "MASK_LEFT"] == values[kernel, "MASK_RIGHT"] == {0, 1}
-        assert values[kernel, "VARLEN"] == {0, 1}
-        if kernel.endswith("sm90"):  # TMA takes whole rows
+        assert values[kernel, "VARLEN"] == ({0} if kernel in OF_DECODING else {0, 1})
+        if kernel == "decode_sm90":
+            assert values[kernel, "VEC_BYTES"] == {16}
+        elif kernel.endswith("sm90"):  # TMA takes whole rows
             assert (kernel, "VEC_BYTES") not in values
         else:
             assert values[kernel, "VEC_BYTES"] >= {2, 4, 8, 16}
@@ -376,6 +468,16 @@ def test_the_variants_meet_every_value_of_every_constant():
     assert values["bwd_sm90", "HEAD_DIM"] == {64, 96, 128} and values["bwd_sm90", "DTYPE"] == {0, 1}
     assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values["bwd_sm90", "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_delta", "COUNTS_TILES"] == {0, 1}
+    for kernel in OF_DECODING:
+        for name in ("PAGED", "APPENDS", "FIXED_SPLITS"):
+            assert values[kernel, name] == {0, 1}
+        assert values[kernel, "V_IS_K"] == ({1} if kernel == "decode_sm90" else {0, 1})
+        assert values[kernel, "OUT_VEC_BYTES"] == {2, 4, 8, 16}
+        assert values[kernel, "DTYPE"] == ({0, 1} if kernel in ("decode_sm80", "decode_sm90") else {0, 1, 2, 3})
+    assert values["decode_sm80", "HEAD_DIM"] == values["decode_sm80", "HEAD_DIM_V"] == set(range(32, 257, 32))
+    assert values["decode_sm80", "BLOCK_M"] == {16, 32, 64} and values["decode_simt", "BLOCK_M"] == {1, 2, 4, 8}
+    assert values["decode_simt", "HEAD_DIM_V"] == {32, 64, 128, 256, 384, 512}
+    assert values["decode_sm80", "WHOLE_HEADS"] == values["decode_sm90", "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_simt", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     for kernel in ("bwd_simt", "bwd_delta", "bwd_cast"):
         assert values[kernel, "DTYPE"] == {0, 1, 2, 3}
@@ -439,12 +541,14 @@ def test_instructions_of_one_arch_need_its_name(kernel):
 @needs_nvrtc
 @pytest.mark.parametrize(
     "kernel, head_dim",
-    [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)] + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)],
+    [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)]
+    + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)]
+    + [("decode_sm90", 512)],
 )
 def test_registers_that_warpgroups_hand_over_are_those_of_the_launch(kernel, head_dim):
     """A warpgroup that asks for more registers than a block has left waits for ever; a count must be a multiple of 8."""
     call, _, tier = kernel.partition("_")
-    chosen = choose({"fwd": problem, "bwd": backward}[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
+    chosen = choose({"fwd": problem, "bwd": backward, "decode": latent}[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
     assert chosen.kernel == kernel
     constants = launch.kernel_constants(chosen)
     ptx = jit.build(kernel, constants, "compute_90a").cubin.decode()
@@ -475,12 +579,18 @@ LAYOUT = (
     "OFFSET_num_query_tiles",
     "BWD_PARAMS_BYTES",
 )
+DECODE_LAYOUT = ("OFFSET_k_new", "OFFSET_block_table_stride", "OFFSET_decode_int64_lengths", "DECODE_PARAMS_BYTES")
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
     "name, kernel",
-    [*itertools.product(LAYOUT, KERNELS), ("TENSOR_MAPS_OFFSET", "fwd_sm90"), ("BWD_TENSOR_MAPS_OFFSET", "bwd_sm90")],
+    [
+        *itertools.product(LAYOUT, KERNELS),
+        *itertools.product(DECODE_LAYOUT, OF_DECODING),
+        ("TENSOR_MAPS_OFFSET", "fwd_sm90"),
+        ("BWD_TENSOR_MAPS_OFFSET", "bwd_sm90"),
+    ],
 )
 def test_another_params_layout_does_not_compile(kernel, name):
     constants = launch.kernel_constants(some_variants()[kernel])
@@ -493,7 +603,7 @@ def test_another_params_layout_does_not_compile(kernel, name):
 def test_another_size_of_shared_memory_does_not_compile(kernel):
     chosen = some_variants()[kernel]
     constants = launch.kernel_constants(chosen)
-    with pytest.raises(RuntimeError, match="(?s)cannot compile.*config.py disagrees on shared memory"):
+    with pytest.raises(RuntimeError, match="(?s)cannot compile.*config\\w*.py disagrees on shared memory"):
         jit.build(kernel, constants | {"SMEM_BYTES": chosen.smem_bytes + 16}, arch_of_any(kernel))
 
 
@@ -506,6 +616,8 @@ def test_every_field_of_the_params_is_checked():
         list(launch.BWD_PARAMS.names[len(launch.FWD_PARAMS.names) :]),
         [],
     ]
+    checked = re.findall(r"MEETS\((\w+)\);", (jit.kernels_dir() / "attn/decode.cuh").read_text())
+    assert checked == list(launch.DECODE_PARAMS.names[len(launch.FWD_PARAMS.names) :])
 
 
 def test_tensor_maps_follow_the_params_in_one_order():
@@ -520,6 +632,17 @@ def test_tensor_maps_follow_the_params_in_one_order():
     words = re.search(r"struct alignas\(64\) TensorMap \{ u64 words\[(\d+)\]; \};", code_of("ptx/tma.cuh"))
     assert 8 * int(words[1]) == tma.MAP_BYTES
     assert launch.TENSOR_MAPS_OFFSET % 64 == launch.BWD_TENSOR_MAPS_OFFSET % 64 == 0
+
+
+@pytest.mark.parametrize("kernel", sorted(set(OF_DECODING)))
+def test_who_starts_early_waits_before_anything_else(kernel):
+    """Before it can end, too; and what others wait for has ended before they may start."""
+    text = code_of(f"{kernel}.cu")
+    entry = text[text.index('extern "C"') :]
+    wait, start = entry.index("wait_for_kernel_before();"), entry.index("start_dependents();")
+    assert "return" not in entry[:wait] and "append<" not in entry[:wait]
+    assert wait < start or kernel == "decode_combine", "which nothing but its own main kernel stands before"
+    assert config.Kernel(kernel, (), 32, 0).starts_early
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -618,5 +741,4 @@ def test_kernels_are_those_that_config_names():
         == [f"{kernel}.cu" for kernel in KERNELS]
         == sorted(f"{kernel}.cu" for kernel in some_variants())
     )
-    of_tiers = {f"{call}_{tier}" for call, tier in itertools.product(("fwd", "bwd"), config.TIERS)}
-    assert TIERED == tuple(sorted(of_tiers))
+    assert set(TIERED) <= set(KERNELS)

@@ -10,7 +10,7 @@ import types
 
 import numpy as np
 import pytest
-from test_tma import MadeUpDriver, pointers_of
+from test_tma import MadeUpDriver, layout_of, pointers_of
 
 from cuflash import config, jit, launch, tma
 from cuflash import problem as problem_module
@@ -658,7 +658,7 @@ class Driver(list):
 
     def launch_kernel(self, function, grid, _y, _z, threads, _ty, _tz, smem, stream, argv, _extra):
         kernel = self.loaded[function][0]
-        layout = launch.BWD_PARAMS if "bwd" in kernel else launch.FWD_PARAMS
+        layout = layout_of(kernel)
         address = ctypes.cast(argv, ctypes.POINTER(ctypes.c_uint64))[0]
         record = np.frombuffer(ctypes.string_at(address, layout.itemsize), layout)[0]
         self.append((kernel, grid, threads, smem, stream, record))

@@ -415,3 +415,135 @@ def test_judgement_is_a_record():
     assert {"max_err", "rms_err", "ref_max_err", "ref_rms_err", "max_budget", "rms_budget", "lse_err",
             "lse_budget", "ok", "why"} <= record.keys()
     assert all(type(value) in (float, bool, str) for value in record.values())
+
+
+# Keys in a cache
+
+def decoding_call(dtype="float64", page_size=None, new=2, lengths=(4, 0, 5), heads=(4, 2), seed=0):
+    """(q, k_cache, v_cache) and the rest by name: caches of 7 keys, or pages of them, that are nan where unused."""
+    rng = np.random.default_rng(seed)
+    lead, table = (3, 7), None
+    if page_size:
+        table = np.arange(3 * -(-7 // page_size))[::-1].reshape(3, -1)
+        lead = (table.size + 1, page_size)
+    k_cache, v_cache = (np.full((*lead, heads[1], dim), np.nan) for dim in (5, 3))
+    for b, length in enumerate(lengths):
+        for j in range(length):
+            place = (b, j) if table is None else (table[b, j // page_size], j % page_size)
+            k_cache[place], v_cache[place] = rng.standard_normal((heads[1], 5)), rng.standard_normal((heads[1], 3))
+    if table is not None:
+        table = table.copy()
+        for b, length in enumerate(lengths):
+            table[b, -(-(length + new) // page_size):] = 2**31 - 1
+    named = dict(cache_seqlens=np.array(lengths), block_table=table)
+    if new:
+        named |= dict(k=rng.standard_normal((3, new, heads[1], 5)), v=rng.standard_normal((3, new, heads[1], 3)))
+    arrays = rng.standard_normal((3, 2, heads[0], 5)), k_cache, v_cache
+    cast = dtype_of(dtype)
+    return [x.astype(cast) for x in arrays], {
+        name: x.astype(cast) if name in ("k", "v") else x for name, x in named.items() if x is not None}
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": (2, 1)}, {"softcap": 0.7, "softmax_scale": 2.0}],
+                         ids=str)
+@pytest.mark.parametrize("page_size", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("new", [0, 2])
+def test_kvcache_by_triple_loop(options, page_size, new):
+    """Each request by Python floats, on keys that are looked up one by one."""
+    (q, k_cache, v_cache), named = decoding_call(page_size=page_size, new=new)
+    before = k_cache.copy(), v_cache.copy()
+    out, lse, k_after, v_after = oracle.attention_with_kvcache(q, k_cache, v_cache, **named, **options)
+    for x, y in zip(before, (k_cache, v_cache)):
+        np.testing.assert_array_equal(x, y)                 # the caches after the call are copies
+    touched = np.zeros(k_cache.shape[:2], bool)
+    for b, length in enumerate((4, 0, 5)):
+        keys, values = [], []
+        for j in range(length + new):
+            page, row = (b, j) if page_size is None else (int(named["block_table"][b, j // page_size]), j % page_size)
+            is_new = j >= length
+            keys.append(named["k"][b, j - length] if is_new else k_cache[page, row])
+            values.append(named["v"][b, j - length] if is_new else v_cache[page, row])
+            np.testing.assert_array_equal(k_after[page, row], keys[-1])
+            np.testing.assert_array_equal(v_after[page, row], values[-1])
+            touched[page, row] = is_new
+        k, v = (np.array(rows).reshape(1, len(rows), 2, dim) for rows, dim in ((keys, 5), (values, 3)))
+        expected, expected_lse = triple_loop(q[b:b + 1], k, v, **{"causal": True, **options})
+        np.testing.assert_allclose(out[b], expected[0], rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(lse[b], expected_lse[0], rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(k_after[~touched], before[0][~touched])
+    np.testing.assert_array_equal(v_after[~touched], before[1][~touched])
+
+
+def test_kvcache_by_hand():
+    """Two keys in the cache and one behind them: equal logits, so a mean of three values; 9 is another's."""
+    cache = np.array([[1.0, 2.0, 9.0], [9.0, 9.0, 9.0]]).reshape(2, 3, 1, 1)
+    q, zeros, new = np.ones((1, 1, 1, 1)), np.zeros((2, 3, 1, 1)), np.array([6.0]).reshape(1, 1, 1, 1)
+    out, lse, _, after = oracle.attention_with_kvcache(q, zeros, cache, k=new * 0, v=new, cache_seqlens=2)
+    assert out.item() == pytest.approx(3.0) and lse.item() == pytest.approx(math.log(3))
+    assert after[..., 0, 0].tolist() == [[1, 2, 6], [9, 9, 9]]
+    out, *_ = oracle.attention_with_kvcache(q, zeros, cache, cache_seqlens=np.array([2]), cache_batch_idx=np.array([1]))
+    assert out.item() == pytest.approx(9.0)
+    out, *_ = oracle.attention_with_kvcache(q, zeros, cache)             # all of it
+    assert out.item() == pytest.approx(4.0)
+    # What does not fit is dropped, and a length past the end is the end.
+    for length in (3, 100):
+        out, _, _, after = oracle.attention_with_kvcache(q, zeros, cache, k=new, v=new, cache_seqlens=length)
+        assert out.item() == pytest.approx(4.0) and after[0, :, 0, 0].tolist() == [1, 2, 9]
+    # Pages of one key, the last first; no key at all.
+    pages, table = cache[0, :, None], np.array([[2, 0, -1]])
+    out, *_ = oracle.attention_with_kvcache(q, pages * 0, pages, cache_seqlens=2, block_table=table)
+    assert out.item() == pytest.approx(5.0)
+    out, lse, *_ = oracle.attention_with_kvcache(q, pages * 0, pages, cache_seqlens=-3, block_table=table)
+    assert out.item() == 0 and lse.item() == -math.inf
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [None, 2])
+def test_judge_of_kvcache(dtype, page_size):
+    (q, k_cache, v_cache), named = decoding_call(dtype, page_size)
+    out, lse, *_ = oracle.attention_with_kvcache(q, k_cache, v_cache, **named)
+    rounded = out.astype(q.dtype)
+    assert oracle.judge_with_kvcache(rounded, lse, q, k_cache, v_cache, **named).ok
+    assert oracle.judge_with_kvcache(rounded, None, q, k_cache, v_cache, **named).ok
+    # A key of each request too few, or another mask, or another's keys.
+    fewer = named | {"cache_seqlens": np.maximum(named["cache_seqlens"] - 1, 0)}
+    wrong = oracle.attention_with_kvcache(q, k_cache, v_cache, **fewer)[0].astype(q.dtype)
+    assert not oracle.judge_with_kvcache(wrong, None, q, k_cache, v_cache, **named).ok
+    assert not oracle.judge_with_kvcache(rounded, lse, q, k_cache, v_cache, **named, causal=False).ok
+    assert not oracle.judge_with_kvcache(rounded[::-1], lse[::-1], q, k_cache, v_cache, **named).ok
+    assert not oracle.judge_with_kvcache(rounded, np.where(lse == 0, 0, lse * 1.001), q, k_cache, v_cache, **named).ok
+    # What a request without keys gets is exactly 0, and -inf.
+    empty = {"cache_seqlens": 0}
+    zeros, nothing = np.zeros_like(rounded), np.full_like(lse, -np.inf)
+    pages = {} if page_size is None else {"block_table": named["block_table"]}
+    assert oracle.judge_with_kvcache(zeros, nothing, q, k_cache, v_cache, **empty, **pages).ok
+    zeros[1, 0, 0, 0] = 1e-7
+    assert not oracle.judge_with_kvcache(zeros, nothing, q, k_cache, v_cache, **empty, **pages).ok
+
+
+# Parts of the keys, joined
+
+@pytest.mark.parametrize("cuts", [(4,), (0, 8), (1, 2, 3), (8,), (3, 3)], ids=str)
+def test_merge_of_parts_is_the_whole(cuts):
+    q, k, v = tensors(batch=2, seqlen_q=3, seqlen_k=8, heads_q=4, heads_k=2, dim_v=3)
+    ends = 0, *cuts, 8
+    parts = [oracle.attention(q, k[:, a:b], v[:, a:b], softcap=2.0) for a, b in zip(ends, ends[1:])]
+    out, lse = oracle.merge_attention(*zip(*parts))
+    expected, expected_lse = oracle.attention(q, k, v, softcap=2.0)
+    np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-13)
+
+
+def test_merge_by_hand():
+    """Weights 1/4 and 3/4; a part that saw nothing has none, whatever it holds."""
+    outs = [np.full((1, 1, 1, 2), value) for value in (8.0, 16.0, np.nan)]
+    lses = [np.full((1, 1, 1), value) for value in (5.0, 5.0 + math.log(3), -np.inf)]
+    out, lse = oracle.merge_attention(outs, lses)
+    np.testing.assert_allclose(out.ravel(), [14.0, 14.0], rtol=1e-15)
+    assert lse.item() == pytest.approx(5.0 + math.log(4))
+    out, lse = oracle.merge_attention(outs[2:], lses[2:])
+    assert (out == 0).all() and lse.item() == -np.inf
+    out, lse = oracle.merge_attention(outs[1:2], lses[1:2])
+    assert (out == 16).all() and lse.item() == lses[1].item()
+    out, lse = oracle.merge_attention(outs[:2], [lses[0], np.full((1, 1, 1), np.nan)])
+    assert np.isnan(out).all() and np.isnan(lse).all()

@@ -1,6 +1,7 @@
 """Tensor maps: which arrays they can describe, and what the driver is told of one. With a driver that is made up: no GPU."""
 
 import ctypes
+import functools
 import inspect
 import os
 import re
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cuflash import tma
+from cuflash import launch, tma
 from cuflash.arrays import View
 from cuflash.memory import contiguous_strides, tma_addressable
 
@@ -29,6 +30,12 @@ class Map(NamedTuple):
     swizzle: int
     promotion: int
     fill: int
+
+
+def layout_of(kernel: str):
+    """The params record that a kernel is launched with."""
+    call = kernel.partition("_")[0]
+    return {"bwd": launch.BWD_PARAMS, "decode": launch.DECODE_PARAMS}.get(call, launch.FWD_PARAMS)
 
 
 class MadeUpDriver:
@@ -200,10 +207,11 @@ def test_the_driver_is_loaded_when_a_map_is_made(monkeypatch):
     class Library:
         def __init__(self, name):
             loaded.append(name)
-            for function in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"):
+            for function in ("cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress", "cuLaunchKernelEx"):
                 setattr(self, function, lambda *arguments: 0)
 
     monkeypatch.setattr(tma.ctypes, "CDLL", Library)
-    monkeypatch.setattr(tma, "_driver", tma.functools.cache(inspect.unwrap(tma._driver)))
+    monkeypatch.setattr(tma, "_driver", functools.cache(inspect.unwrap(tma._driver)))
     assert tma._driver() is tma._driver() and loaded == ["nvcuda.dll" if os.name == "nt" else "libcuda.so.1"]
     assert tma._driver().cuTensorMapReplaceAddress.argtypes == (ctypes.c_void_p, ctypes.c_void_p)
+    assert tma._driver().cuLaunchKernelEx.argtypes == (ctypes.c_void_p,) * 4

@@ -16,6 +16,7 @@ from .options import device_option, json_option, to_stdout, write_json
 
 # Of 16-bit and of wider dtypes. Those that lack a case say so.
 _PEERS = ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4")
+_PEERS_DECODE = ("fa3", "sdpa_flash", "sdpa_cudnn")
 _PEERS_WIDE = ("sdpa_efficient", "sdpa_math")
 _PEERS_CPU = ("unfused",)
 
@@ -53,10 +54,13 @@ def library(name: str):
     type=click.Choice(DTYPES),
     help="Default: bfloat16; float16 before compute capability 8.0; float32 on a CPU.",
 )
-@click.option("--tokens", type=click.IntRange(1), help="batch * seqlen. Default: 16384; 2048 on a CPU.")
-@click.option("--hidden", type=click.IntRange(1), help="heads * head_dim. Default: 2048; 512 on a CPU.")
+@click.option(
+    "--tokens", type=click.IntRange(1), help="batch * seqlen. Default: 16384, decoding 262144; 2048 on a CPU."
+)
+@click.option("--hidden", type=click.IntRange(1), help="heads * head_dim. Default: 2048, decoding 4096; 512 on a CPU.")
 @click.option("--backward", is_flag=True, help="The gradients of q, k and v instead.")
 @click.option("--varlen", is_flag=True, help="Packed sequences, of lengths drawn from 1 to seqlen.")
+@click.option("--decode", is_flag=True, help="One query each on a cache of seqlen keys: TB/s of keys and values.")
 @click.option("--tier", type=click.Choice(TIERS), help="Force a tier.")
 @click.option(
     "--peers",
@@ -68,14 +72,29 @@ def library(name: str):
 @click.option("--quick", is_flag=True, help="Fewer runs.")
 @json_option
 def bench(
-    head_dims, seqlens, causal, dtype, tokens, hidden, backward, varlen, tier, peer_names, device, quick, json_file
+    head_dims,
+    seqlens,
+    causal,
+    dtype,
+    tokens,
+    hidden,
+    backward,
+    varlen,
+    decode,
+    tier,
+    peer_names,
+    device,
+    quick,
+    json_file,
 ):
     """Measure the speed of attention on this machine, beside the peers that are installed.
 
     On its GPU, or without one on the NumPy path. Each row is one problem: TFLOP/s of cuflash with its spread,
-    then of each peer, with the speed of cuflash over it. All of them compute on the same arrays, in turns,
-    and are checked first.
+    then of each peer, with the speed of cuflash over it; with --decode also microseconds of a call, alone and in a
+    queue. All of them compute on the same arrays, in turns, and are checked first.
     """
+    if decode and (backward or varlen):
+        raise click.UsageError(f"--decode goes without --{'backward' if backward else 'varlen'}")
     run, cases, peers = library("run"), library("cases"), library("peers")
     found = environment.find_gpus()
     gpu = None if device == "cpu" else environment.pick_gpu(found, device)
@@ -89,9 +108,10 @@ def bench(
     else:
         old = environment.device_of(gpu).compute_capability < (8, 0)
         dtype, usual_seqlens = dtype or ("float16" if old else "bfloat16"), (1024, 4096, 16384)
-        usual = _PEERS if dtype in ("float16", "bfloat16") else _PEERS_WIDE
+        usual = _PEERS_DECODE if decode else _PEERS
+        usual = usual if dtype in ("float16", "bfloat16") else _PEERS_WIDE
         usual = [name for name in usual if peers.missing(name) is None]
-        tokens, hidden = tokens or 16384, hidden or 2048
+        tokens, hidden = tokens or (262144 if decode else 16384), hidden or (4096 if decode else 2048)
     names = run.contenders(tier, peer_names, usual)
     table = cases.table(
         dtype=dtype,
@@ -102,6 +122,7 @@ def bench(
         hidden=hidden,
         backward=backward,
         varlen=varlen,
+        decode=decode,
     )
     report = to_stdout(json_file)  # then all that is for people goes to standard error
     measuring = run.Bench(names, device_id=gpu, quick=quick, say=lambda line: click.echo(line, err=report))

@@ -19,11 +19,13 @@ from ..config import Config, Kernel, kernels_of
 from ..launch import arch_of, kernel_constants
 from ..memory import contiguous_strides
 from ..problem import (
+    DecodeProblem,
     Problem,
     check_attention,
     check_attention_backward,
     check_attention_varlen,
     check_attention_varlen_backward,
+    check_attention_with_kvcache,
     lse_dtype,
 )
 
@@ -80,6 +82,44 @@ def packed_problem(
     lse = view(*lse if varlen else (batch, *lse), dtype=lse_dtype(dtype))
     check = check_attention_varlen_backward if varlen else check_attention_backward
     return check(out, q, k, v, out, lse, *lengths, **options)
+
+
+def cached_problem(
+    dtype: str,
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    head_dim_v: int,
+    batch: int = 1,
+    heads_q: int = 16,
+    heads_k: int = 16,
+    page_size: int = 0,
+    append: int = 0,
+    latent: bool = False,
+    **options,
+) -> DecodeProblem:
+    """As packed_problem, of attention_with_kvcache: ``seqlen_k`` keys at most of each request, ``append`` of them new.
+
+    ``page_size``: of pages, as many as hold them; 0: rows of each request. ``latent``: the values are the first columns of the
+    keys.
+    """
+
+    def view(*shape, place, dtype=dtype):
+        return View(shape, contiguous_strides(shape), dtype, "cuda:0", place << 50, "cupy")     # apart from all others
+
+    pages = -(-seqlen_k // page_size) if page_size else 0
+    rows = (batch * pages, page_size) if page_size else (batch, seqlen_k)
+    views = {"q": view(batch, seqlen_q, heads_q, head_dim, place=1), "cache_seqlens": view(batch, dtype="int32", place=2)}
+    for keys, values, lead, place in (("k_cache", "v_cache", rows, 4), ("k", "v", (batch, append), 6)):
+        if keys == "k" and not append:
+            continue
+        views[keys] = view(*lead, heads_k, head_dim, place=place)
+        shape = (*lead, heads_k, head_dim_v)
+        views[values] = views[keys]._replace(shape=shape) if latent else view(*shape, place=place + 1)
+    if page_size:
+        views["block_table"] = view(batch, pages, dtype="int32", place=3)
+    return check_attention_with_kvcache(**views, **options)
 
 
 def num_jobs() -> int:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from .case import Case, Lengths
+from .case import Cache, Case, Lengths
 
 
 def _seqlens(seqlen_q: int, seqlen_k: int, quick=False) -> Case:
@@ -42,6 +42,17 @@ def _packed(name: str, lengths: Lengths, causal=False, backward=False, **how) ->
     seqlen_q, seqlen_k = (sum(rows) + lengths.spare for rows in (lengths.q, lengths.k))
     name = f"packed{' backward' * backward}, {name}"
     return Case(name, seqlen_q, seqlen_k, options={"causal": causal}, lengths=lengths, backward=backward, **how)
+
+
+def _decoded(
+    name: str, lengths: tuple[int, ...], *, seqlen_q=1, spare=20, new=0, page_size=0, num_splits=0, latent=False, **how
+) -> Case:
+    """``spare``: keys that there is room for behind those of the longest request. ``latent``: values are columns of keys."""
+    cache = Cache(lengths, new, page_size, num_splits, latent)
+    if latent:
+        how = {"heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512} | how
+    how["options"] = {"causal": True} | how.get("options", {})
+    return Case(f"decode, {name}", seqlen_q, max(lengths) + new + spare, batch=len(lengths), cache=cache, **how)
 
 
 def _set(**rows):
@@ -227,4 +238,42 @@ CASES = (
     _packed("some empty", SOME_EMPTY, backward=True, with_dlse=True),
     _packed("some unused", SOME_UNUSED, causal=True, backward=True, heads_q=6, quick=True),
     _packed("one long among many", Lengths((400, *range(1, 20)), (400, *range(1, 20))), causal=True, backward=True),
+    # Decoding: few queries on a cache. What of it is unused is NaN.
+    _decoded("one query", (300, 1, 65), quick=True),
+    _decoded("lengths of 0", (0, 129, 0), seqlen_q=2),
+    _decoded("one long among many", (2000, *range(30)), heads_q=8),
+    _decoded("no out=, no lse", (300, 65), plain=True),
+    _decoded("16 queries, 8 heads, 2 of keys", (130, 64, 9), seqlen_q=16, heads_q=8, quick=True),
+    _decoded("7 heads, 1 of keys", (130, 64), seqlen_q=2, heads_q=7, heads_k=1),
+    _decoded("pages of 16", (300, 1, 65), page_size=16, quick=True),
+    _decoded("pages of 1", (100, 0, 65), page_size=1),
+    _decoded("3 appended to rows", (300, 0, 65), seqlen_q=3, new=3, quick=True),
+    _decoded("3 appended across pages", (15, 0, 47), seqlen_q=3, new=3, page_size=16, quick=True),
+    _decoded("appended up to the end", (60, 60), seqlen_q=4, new=4, spare=0),
+    _decoded("1 split", (300, 1, 65), num_splits=1),
+    _decoded("7 splits", (300, 1, 65, 0), num_splits=7, quick=True),
+    _decoded("7 splits of pages", (1000, 2), num_splits=7, page_size=16, seqlen_q=2),
+    _decoded("window 40,0", (300, 20), seqlen_q=5, options={"window": (40, 0)}),
+    _decoded("softcap 2", (300, 20), seqlen_q=5, options={"softcap": 2.0}),
+    _decoded("not causal", (300, 20), seqlen_q=5, options={"causal": False}),
+    _decoded(
+        "NaN in unseen keys",
+        (300, 290),
+        seqlen_q=5,
+        options={"window": (40, 0)},
+        contents=_set(k_cache={(0, 200): math.nan}, v_cache={(0, 200): math.nan}),
+        quick=True,
+    ),
+    _decoded("head_dim 128", (300, 65), head_dim=128, head_dim_v=128, quick=True),
+    _decoded("head_dim 65, of v 40", (300, 65), head_dim=65, head_dim_v=40),
+    _decoded(
+        "heads outside, rows of 4 elements more",
+        (300, 65),
+        kv_layout="transposed",
+        q_layout="pitched",
+        out_layout="pitched",
+    ),
+    _decoded("latent keys of 576, values of 512", (300, 65), latent=True, quick=True),
+    _decoded("latent, 2 appended to pages", (130, 0, 65), latent=True, seqlen_q=2, new=2, page_size=64),
+    _decoded("latent, 3 splits", (300, 2), latent=True, num_splits=3),
 )

@@ -51,13 +51,14 @@ class Job(NamedTuple):
 @json_option
 @click.pass_context
 def check(ctx, quick, tiers, dtypes, words, device, json_file):
-    """Prove that attention and its gradients are right on this machine.
+    """Prove that attention, its gradients and decoding are right on this machine.
 
     On its GPU, or without one on the NumPy path: the first line says which. Each case is computed in each
     dtype on each tier that takes it, and held against float64: its largest and RMS error must keep to the
     budget, twice the error of unfused attention in the same dtype plus what one rounding may cost. Results
     hold NaN before the call and lie between guard bytes, inputs lie between NaN, a second run must give the
     same bits (of dq where the case is deterministic), and so must packed arrays where the layout is another.
+    A cache must hold afterwards what it held, and what was appended; what is unused of it is NaN.
     Of three gradients a line shows the one that is nearest to its budget.
 
     The exit status is 0 only if every case holds.

@@ -22,7 +22,7 @@ from .options import Arch, Window, json_option, one_line, size, to_stdout, write
 @click.option("--head-dim", type=int, default=128, show_default=True)
 @click.option("--head-dim-v", type=int, help="That of q and k by default.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
-@click.option("--causal", is_flag=True)
+@click.option("--causal/--no-causal", default=None, help="Off by default, but for --decode.")
 @click.option(
     "--window",
     type=Window(),
@@ -33,6 +33,11 @@ from .options import Arch, Window, json_option, one_line, size, to_stdout, write
 @click.option("--backward", is_flag=True, help="Explain the gradients.")
 @click.option("--varlen", is_flag=True, help="Explain as many packed sequences as the batch has.")
 @click.option("--deterministic", is_flag=True, help="With --backward: deterministic gradients.")
+@click.option("--decode", is_flag=True, help="Explain attention_with_kvcache: --seqlen-k keys at most of each request.")
+@click.option("--page-size", type=click.IntRange(0), default=0, help="With --decode: keys of a page; 0, the default: no pages.")
+@click.option("--append", type=click.IntRange(0), default=0, help="With --decode: new tokens of each request.")
+@click.option("--num-splits", type=click.IntRange(0), default=0, help="With --decode: parts of each request; 0: chosen.")
+@click.option("--latent", is_flag=True, help="With --decode: the values are the first columns of the keys.")
 @click.option(
     "--arch",
     type=Arch(),
@@ -57,6 +62,11 @@ def explain(
     backward,
     varlen,
     deterministic,
+    decode,
+    page_size,
+    append,
+    num_splits,
+    latent,
     arch,
     device,
     tier,
@@ -68,6 +78,10 @@ def explain(
     """
     if deterministic and not backward:
         raise click.UsageError("--deterministic is about gradients: give --backward too")
+    if decode and (backward or varlen):
+        raise click.UsageError("--decode has neither gradients nor packed sequences: leave out --backward and --varlen")
+    if not decode and (page_size or append or num_splits or latent):
+        raise click.UsageError("--page-size, --append, --num-splits and --latent are about a cache: give --decode too")
     target = _device(arch, device)
     sizes = {
         "batch": batch,
@@ -79,10 +93,14 @@ def explain(
         "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
     }
     try:
-        options = {"causal": causal, "window": window, "softcap": softcap, "softmax_scale": scale}
+        options = {"causal": decode if causal is None else causal, "window": window, "softcap": softcap, "softmax_scale": scale}
         if backward:
             options |= {"backward": True, "deterministic": deterministic}
-        problem = builds.packed_problem(dtype, **sizes, varlen=varlen, **options)
+        if decode:
+            options |= {"page_size": page_size, "append": append, "num_splits": num_splits, "latent": latent}
+            problem = builds.cached_problem(dtype, **sizes, **options)
+        else:
+            problem = builds.packed_problem(dtype, **sizes, varlen=varlen, **options)
         forced = tier or config.forced_tier()
         chosen = config.choose(problem, target, forced)
         steps = [] if problem.is_empty else steps_of(problem, chosen)
@@ -91,7 +109,7 @@ def explain(
 
     grids = {kernel.kernel: grid for kernel, grid in steps}
     record = {
-        "call": "backward" if backward else "forward",
+        "call": "backward" if backward else "decode" if decode else "forward",
         "problem": dataclasses.asdict(problem),
         "device": {
             "name": target.name,
@@ -240,6 +258,8 @@ def _launches(record: dict) -> list[tuple[str, str]]:
 def _sizes(problem: dict) -> str:
     if problem["varlen"]:
         return "{batch} sequences of {seqlen_q} x {seqlen_k} rows in all"
+    if "page_size" in problem:
+        return "{batch} requests of {seqlen_q} queries and up to {seqlen_k} keys" + " in pages of {page_size}" * problem["paged"]
     return "batch {batch}, seqlen {seqlen_q} x {seqlen_k}"
 
 
@@ -251,4 +271,7 @@ def _options(problem: dict) -> str:
     elif (left, right) != (None, None):
         text += f", window {left},{right}"
     text += f", softcap {problem['softcap']:g}" if problem["softcap"] else ""
-    return text + (", deterministic" if problem.get("deterministic") else "")
+    text += ", deterministic" if problem.get("deterministic") else ""
+    text += f", {problem['seqlen_new']} appended" if problem.get("seqlen_new") else ""
+    text += f", {problem['num_splits']} splits" if problem.get("num_splits") else ""
+    return text + (", values in the keys" if problem.get("v_is_k") else "")

@@ -9,7 +9,7 @@ import click
 
 from .. import config, jit
 from ..arrays import ITEMSIZE
-from ..problem import DTYPES, MAX_HEAD_DIM, Problem
+from ..problem import DTYPES, MAX_CACHE_HEAD_DIMS, MAX_HEAD_DIM, Problem
 from . import builds, environment
 from .options import Arch, json_option, size, to_stdout, write_json
 
@@ -27,6 +27,13 @@ _FEATURES_OF_ALL = {
 FEATURES = {
     "forward": {**_FEATURES_OF_ALL, "lse": {"return_lse": True}},
     "backward": {**_FEATURES_OF_ALL, "dlse": {"has_dlse": True}, "deterministic": {"deterministic": True}},
+    "decode": {
+        **{name: changes for name, changes in _FEATURES_OF_ALL.items() if name not in ("v of 256", "varlen")},
+        "pages": {"paged": True, "page_size": 16},
+        "append": {"seqlen_new": 1},
+        "splits": {"num_splits": 4},
+        "latent": {"v_is_k": True},
+    },
 }
 
 _HEADERS = "none needed: the kernels include no header of CUDA's"
@@ -71,13 +78,15 @@ def support(device: config.Device) -> list[dict]:
     """Which tier takes which dtype, head_dim and feature, from the predicate that every call goes through.
 
     Of arrays whose rows start at multiples of 16 bytes, as those of any head_dim may, but for "any stride". Every head_dim is
-    asked for; {"call": "forward" or "backward", "dtype", "head_dim": [first, last], "tiers": {feature: tier or None}} for each
+    asked for, that of v being the same, or in a cache up to 512;
+    {"call": "forward", "backward" or "decode", "dtype", "head_dim": [first, last], "tiers": {feature: tier or None}} for each
     run of them with the same answers.
     """
     table = []
     for call, dtype in itertools.product(FEATURES, DTYPES):
         answers = (
-            (head_dim, _tiers(call, dtype, head_dim, device)) for head_dim in range(1, MAX_HEAD_DIM + 1)
+            (head_dim, _tiers(call, dtype, head_dim, device))
+            for head_dim in range(1, (MAX_CACHE_HEAD_DIMS[0] if call == "decode" else MAX_HEAD_DIM) + 1)
         )
         for tiers, run in itertools.groupby(answers, key=lambda answer: answer[1]):
             run = [head_dim for head_dim, _ in run]
@@ -86,14 +95,11 @@ def support(device: config.Device) -> list[dict]:
 
 
 def _tiers(call: str, dtype: str, head_dim: int, device: config.Device) -> dict[str, str | None]:
-    plain = builds.packed_problem(
-        dtype,
-        seqlen_q=4096,
-        seqlen_k=4096,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        backward=call == "backward",
-    )
+    sizes = {"seqlen_k": 4096, "head_dim": head_dim, "head_dim_v": min(head_dim, MAX_CACHE_HEAD_DIMS[1])}
+    if call == "decode":
+        plain = builds.cached_problem(dtype, seqlen_q=1, **sizes)
+    else:
+        plain = builds.packed_problem(dtype, seqlen_q=4096, **sizes, backward=call == "backward")
     plain = dataclasses.replace(plain, alignment=16, out_alignment=16, tma=True)
     tiers = {}
     for feature, changes in FEATURES[call].items():

@@ -124,19 +124,27 @@ def _judge(case: Case, arrays: dict, results: dict, row: Row) -> list[str]:
     """Hold the results against the oracle; the figures go into the row."""
     from .. import oracle  # here, since SciPy takes longer to import than `cuflash --help` to run
 
-    lengths = {} if case.lengths is None else case.lengths.arrays()
     if case.backward:
         judge = oracle.judge_backward if case.lengths is None else oracle.judge_varlen_backward
+    elif case.cache is not None:
+        judge = oracle.judge_with_kvcache
     else:
         judge = oracle.judge if case.lengths is None else oracle.judge_varlen
-    judgement = judge(**results, **arrays, **lengths, **case.options)
+    inputs = {**arrays, **case.integers(), **case.options}
+    judgement = judge(**{name: x for name, x in results.items() if name not in case.in_place}, **inputs)
+    faults = [] if judgement.ok else [judgement.why]
+    if case.in_place:
+        *_, k_cache, v_cache = oracle.attention_with_kvcache(**inputs)
+        for name, expected in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if count := _num_different(results[name], expected):
+                faults.append(f"{name} afterwards is wrong in {count} of {expected.size} elements")
     row.of, figures = "out", judgement
     if case.backward:
         row.of = max(case.written, key=lambda name: _nearness(getattr(judgement, name)))
         figures = getattr(judgement, row.of)
     for name in vars(figures).keys() & vars(row).keys() - {"ok", "why"}:
         setattr(row, name, getattr(figures, name))
-    return [] if judgement.ok else [judgement.why]
+    return faults
 
 
 def _nearness(judgement) -> tuple[bool, float]:
@@ -153,41 +161,53 @@ def _compute(case: Case, arrays: dict, dtype: str, gpu: int | None, fill: int | 
     placed = {
         name: Placed(x.shape, dtype_of(name, dtype), case.layouts[name], gpu, NAN_BYTE, x)
         for name, x in arrays.items()
+        if name not in case.views
     }
-    lengths = {} if case.lengths is None else case.lengths.arrays()
-    lengths = {name: Placed(x.shape, x.dtype.name, "packed", gpu, NAN_BYTE, x) for name, x in lengths.items()}
+    integers = {
+        name: Placed(x.shape, x.dtype.name, "packed", gpu, NAN_BYTE, x) for name, x in case.integers().items()
+    }
     targets = {}
     if fill is not None:
         targets = {
             name: Placed(case.shapes[name], dtype, case.layouts[name], gpu, fill) for name in case.written
         }
     call = _backward if case.backward else _forward
-    results = call(case, *({name: x.array for name, x in group.items()} for group in (placed, lengths, targets)))
+    given, *others = ({name: x.array for name, x in group.items()} for group in (placed, integers, targets))
+    given |= {name: given[of][..., : case.head_dim_v] for name, of in case.views.items()}
+    results = call(case, given, *others)
 
     faults = []
     for name, target in targets.items():
         results[name], intact = target.read()
         faults += [] if intact else [f"memory around {name} was written"]
-    inputs = {**placed, **lengths}
+    for name in case.in_place:
+        of = case.views.get(name)
+        values, intact = placed[of or name].read()
+        results[name] = values[..., : case.head_dim_v] if of else values
+        faults += [] if intact else [f"memory around {name} was written"]
+    inputs = {name: x for name, x in {**placed, **integers}.items() if name not in case.in_place}
     faults += [f"{name} was written" for name, x in inputs.items() if not x.is_unchanged()]
     return {name: to_host(x) for name, x in results.items()}, faults
 
 
-def _forward(case: Case, arrays: dict, lengths: dict, targets: dict) -> dict:
-    attend = cuflash.attention if case.lengths is None else cuflash.attention_varlen
+def _forward(case: Case, arrays: dict, integers: dict, targets: dict) -> dict:
+    if case.cache is not None:
+        attend = cuflash.attention_with_kvcache
+    else:
+        attend = cuflash.attention if case.lengths is None else cuflash.attention_varlen
     if not targets:
-        return {"out": attend(**arrays, **lengths, **case.options)}
-    out, lse = attend(**arrays, **lengths, **targets, return_lse=True, **case.options)
+        return {"out": attend(**arrays, **integers, **case.called_with)}
+    out, lse = attend(**arrays, **integers, **targets, return_lse=True, **case.called_with)
     return {"out": out, "lse": lse}
 
 
-def _backward(case: Case, arrays: dict, lengths: dict, targets: dict) -> dict:
+def _backward(case: Case, arrays: dict, integers: dict, targets: dict) -> dict:
     attend = cuflash.attention if case.lengths is None else cuflash.attention_varlen
     differentiate = cuflash.attention_backward if case.lengths is None else cuflash.attention_varlen_backward
     operands = {name: arrays[name] for name in "qkv"}
-    out, lse = attend(**operands, **lengths, return_lse=True, **case.options)
+    out, lse = attend(**operands, **integers, return_lse=True, **case.options)
     gradients = differentiate(
-        **arrays, out=out, lse=lse, **lengths, **targets, deterministic=case.deterministic, **case.options
+        **arrays, out=out, lse=lse, **integers, **targets, deterministic=case.deterministic, **case.options
     )
     return dict(zip(case.written, gradients, strict=True))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from .. import config, jit
-from ..problem import DTYPES
+from ..problem import DTYPES, MAX_HEAD_DIM
 from . import builds, environment
 from .options import Arch, HeadDim, one_line, size
 
@@ -67,9 +67,14 @@ MASKS = {
 @click.option("--varlen", is_flag=True, help="Also the kernels for packed sequences.")
 @click.option("--deterministic", is_flag=True, help="With --backward, also those of deterministic gradients.")
 @click.option(
+    "--decode",
+    is_flag=True,
+    help="Also those of a query a request on a cache: in rows and in pages, with new keys and without; of 4 heads a key head.",
+)
+@click.option(
     "--jobs", type=click.IntRange(1), help="Compiles at a time; as many as there are cores by default."
 )
-def warmup(archs, output, dtypes, head_dims, masks, softcap, backward, varlen, deterministic, jobs):
+def warmup(archs, output, dtypes, head_dims, masks, softcap, backward, varlen, deterministic, decode, jobs):
     """Compile the usual kernels ahead; no GPU is needed.
 
     All combinations of the options are compiled, for arrays whose rows start at multiples of 16 bytes, each
@@ -86,13 +91,19 @@ def warmup(archs, output, dtypes, head_dims, masks, softcap, backward, varlen, d
         calls.append({"backward": True, "deterministic": True})
     if varlen:
         calls += [{**call, "varlen": True} for call in calls]
+    if decode:
+        calls += [
+            {"decode": True, "page_size": page_size, "append": append} for page_size in (0, 16) for append in (0, 1)
+        ]
     variants = []
     for device in _devices(archs):
         arch = environment.arch_for(device)
         for dtype, dims, mask, cap, call in itertools.product(
             dtypes, head_dims, masks, (0.0, 30.0) if softcap else (0.0,), calls
         ):
-            variants += _variants(device, arch, dtype, *dims, softcap=cap, **MASKS[mask], **call)
+            # Heads wider than other calls take are those of latent attention.
+            if not decode or call.get("decode") or max(dims) <= MAX_HEAD_DIM:
+                variants += _variants(device, arch, dtype, *dims, softcap=cap, **MASKS[mask], **call)
     folder = _writable(output or jit.cache_dir())
     try:
         built = builds.build_all(variants, cache_dir=folder, jobs=jobs)
@@ -121,17 +132,22 @@ def _devices(archs) -> list[config.Device]:
 
 
 def _variants(
-    device: config.Device, arch: str, dtype: str, head_dim: int, head_dim_v: int, **options
+    device: config.Device, arch: str, dtype: str, head_dim: int, head_dim_v: int, decode: bool = False, **options
 ) -> list[builds.Variant]:
+    sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v}
     lengths = [(1, 4096)]
     if options.get("varlen"):
         lengths.append((32, 128))  # many short sequences may have tiles of their own
     try:
         variants = []
         for batch, seqlen in lengths:
-            problem = builds.packed_problem(
-                dtype, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim, head_dim_v=head_dim_v, **options
-            )
+            if decode:
+                is_latent = max(head_dim, head_dim_v) > MAX_HEAD_DIM
+                heads = {"heads_q": 128, "heads_k": 1} if is_latent else {"heads_q": 16, "heads_k": 4}
+                asked = {"causal": False, "latent": is_latent} | options
+                problem = builds.cached_problem(dtype, seqlen_q=1, seqlen_k=seqlen, **sizes, **heads, **asked)
+            else:
+                problem = builds.packed_problem(dtype, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, **sizes, **options)
             variants += builds.variants_of(problem, config.choose(problem, device, config.forced_tier()), arch)
         return list(dict.fromkeys(variants))
     except (ValueError, NotImplementedError) as error:

@@ -92,13 +92,10 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of all items of a request. Those of all requests are below 2^31: the host refuses more than there may be.
-DEV int work_of_request(const DecodeParams& p, int batch) {
-  if (batch >= p.batch) return 0;
-  const int seqlen_k = num_keys(p, num_cached(p, batch));
-  int tiles = 0;
-  for (int t = 0; t < p.num_row_tiles; t++) tiles += num_tiles_of_rows(p, seqlen_k, t);
-  return tiles * p.heads_k;
+// Tiles of the items of a request that have the row tile. Those of all items are below 2^31: the host refuses more than there
+// may be.
+DEV int work_of_request(const DecodeParams& p, int row_tile, int batch) {
+  return batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) * p.heads_k : 0;
 }
 
 // What a block computes of one item.
@@ -110,52 +107,55 @@ struct DecodeItem {
   i64 slot;                     // where its partial results go; -1: it has all tiles and writes the outputs
 };
 
-// A tile among those of all items, which lie in the order of requests, row tiles, key heads.
+// A tile among those of all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows of
+// the same keys are there at about the same time, so that the second finds them in the L2 cache.
 struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
 
-// All lanes of a warp together. There is such a tile.
-DEV TilePlace place_of_tile(const DecodeParams& p, int tile) {
-  const int lane = threadIdx.x % 32;
-  int batch = 0;
-  for (int first = 0; first < p.batch; first += 32) {
-    const int own = work_of_request(p, first + lane);
-    int sum = own;
+// The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
+struct WorkOf32 {
+  int own, sum;
+  DEV WorkOf32(const DecodeParams& p, int row_tile, int first)
+      : own(work_of_request(p, row_tile, first + threadIdx.x % 32)), sum(own) {
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
-      if (lane >= step) sum += other;
+      if (threadIdx.x % 32 >= step) sum += other;
     }
-    const u32 behind = __ballot_sync(0xffffffff, sum > tile);
-    const int at = behind ? __ffs(behind) - 1 : 31;
-    tile -= __shfl_sync(0xffffffff, behind ? sum - own : sum, at);
-    batch = first + at;
-    if (behind) break;
   }
-  const int seqlen_k = num_keys(p, num_cached(p, batch));
-  for (int t = 0;; t++) {
-    const int n = num_tiles_of_rows(p, seqlen_k, t);
-    if (tile < n * p.heads_k || t + 1 == p.num_row_tiles) return {batch, t, tile / n, tile % n, n};
-    tile -= n * p.heads_k;
-  }
-}
-
-// The tiles of all items. All lanes of a warp together.
-DEV int total_work(const DecodeParams& p) {
-  int sum = 0;
-  for (int batch = threadIdx.x % 32; batch < p.batch; batch += 32) sum += work_of_request(p, batch);
-  #pragma unroll
-  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-  return sum;
-}
+  DEV int total() const { return __shfl_sync(0xffffffff, sum, 31); }
+};
 
 // Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
 struct Shares {
+  WorkOf32 work;                // of the first rows and requests: often of all
   int blocks, each, more;       // `more` blocks have one tile more
-  DEV Shares(const DecodeParams& p) {
-    const int work = total_work(p);
-    blocks = min(work, p.num_blocks), each = work / blocks, more = work % blocks;
+
+  DEV Shares(const DecodeParams& p) : work(p, 0, 0) {
+    int total = work.total();
+    for (int t = 0; t < p.num_row_tiles; t++)
+      for (int first = t ? 0 : 32; first < p.batch; first += 32) total += WorkOf32(p, t, first).total();
+    blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
   }
   DEV int first_tile(int block) const { return each * block + min(block, more); }
+  DEV int block_of(int tile) const {
+    const int of_larger = more * (each + 1);
+    return tile < of_larger ? tile / (each + 1) : more + (tile - of_larger) / each;
+  }
+
+  DEV TilePlace place(const DecodeParams& p, int tile) const {
+    WorkOf32 w = work;
+    int row_tile = 0, first = 0;
+    while (tile >= w.total()) {
+      tile -= w.total();
+      first += 32;
+      if (first >= p.batch) first = 0, row_tile++;
+      w = WorkOf32(p, row_tile, first);
+    }
+    const int at = __ffs(__ballot_sync(0xffffffff, w.sum > tile)) - 1, batch = first + at;
+    tile -= __shfl_sync(0xffffffff, w.sum - w.own, at);
+    const int n = num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile);
+    return {batch, row_tile, tile / n, tile % n, n};
+  }
 };
 // A block has at most two items that it shares with others: its first, and its last.
 DEV i64 slot_of_part(int block, bool is_first) { return 2 * (i64)block + !is_first; }
@@ -207,7 +207,7 @@ struct DecodeItems {
       if (!is_valid) return;
       const int first = shares.first_tile(blockIdx.x);
       left = shares.first_tile(blockIdx.x + 1) - first;
-      const TilePlace place = place_of_tile(p, first);
+      const TilePlace place = shares.place(p, first);
       set(p, place.batch, place.row_tile, place.head_k);
       take(place.tile, place.num_tiles);
     }
@@ -219,8 +219,8 @@ struct DecodeItems {
       is_valid = left > 0;
       if (!is_valid) return;
       if (item.head_k + 1 < p.heads_k) item.head_k++;
-      else if (item.row_tile + 1 < p.num_row_tiles) set(p, item.batch, item.row_tile + 1, 0);
-      else set(p, item.batch + 1, 0, 0);
+      else if (item.batch + 1 < p.batch) set(p, item.batch + 1, item.row_tile, 0);
+      else set(p, 0, item.row_tile + 1, 0);
       take(0, item.tiles.end - item.tiles.begin);
     }
   }
@@ -236,7 +236,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const int head_k = (int)(at % p.heads_k);
     const i64 token = at / p.heads_k;
     const int batch = (int)(token / p.seqlen_new), cached = num_cached(p, batch);
-    const int key = cached + (int)(token % p.seqlen_new);
+    const int key = cached + (int)(token - (i64)batch * p.seqlen_new);
     if (key >= p.seqlen_k) continue;            // the cache is full
     const Cache cache(p, batch, cached);
     const int slot = cache.slot(key);
@@ -245,7 +245,7 @@ template <typename T> DEV void append(const DecodeParams& p) {
     const T* k_new = cache.new_row((const T*)p.k_new, p.k_new_strides, head_k, key);
     const T* v_new = cache.new_row((const T*)p.v_new, p.v_new_strides, head_k, key);
     for (int col = threadIdx.x % 32; col < p.head_dim; col += 32) k[col] = k_new[col];
-    if (V_IS_K) continue;                       // values are the first columns of keys
-    for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
+    if constexpr (!V_IS_K)                      // else values are the first columns of keys
+      for (int col = threadIdx.x % 32; col < p.head_dim_v; col += 32) v[col] = v_new[col];
   }
 }

@@ -3,10 +3,11 @@
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/gpu/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/gpu/sanitize.py
 
-Exits with 1 if a result is wrong. `--only simt` runs one tier, `--part backward` (forward, varlen) one part. The tier sm90
-runs on no other GPU than its own.
+Exits with 1 if a result is wrong. `--only simt` runs one tier, `--part backward` (forward, varlen, decode) one part. The tier
+sm90 runs on no other GPU than its own.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import click  # noqa: E402
 import numpy as np  # noqa: E402
-from support import DTYPES, TAKES, Lengths, dlse_of, dout_of, inputs, packed_inputs  # noqa: E402
+from support import (  # noqa: E402
+    DTYPES,
+    TAKES,
+    Lengths,
+    decoding,
+    dlse_of,
+    dout_of,
+    inputs,
+    judge_of,
+    normal,
+    packed_inputs,
+)
 
 import cuflash  # noqa: E402
 from cuflash import config, launch, oracle  # noqa: E402
@@ -86,17 +98,55 @@ VARLEN = {
     "lengths that lie": Run(HEADS, dict(causal=True), lengths=PACKED, wrong=True),
     "wide": Run(HEADS | dict(head_dim=256), dict(causal=True), lengths=Lengths((17, 3), (33, 2))),
 }
-PARTS = {"forward": FORWARD, "backward": BACKWARD, "varlen": VARLEN}
+
+
+class Decode(NamedTuple):
+    lengths: tuple[int, ...]  # in the cache
+    sizes: dict
+    options: dict
+    offset: int = 0
+    wrong: bool = False  # lengths and pages that lie
+    masked: int = 0  # keys of the first request that no query sees, and that are NaN
+
+
+LATENT = dict(heads_q=16, heads_k=1, head_dim=576, head_dim_v=512, values_are_keys=True)
+DECODE = {
+    "causal": Decode((130, 0, 65), dict(seqlen_q=3), {}),
+    "not finite under a mask": Decode((130, 20), dict(seqlen_q=3), dict(window=(40, 0)), masked=87),
+    "one split": Decode((130, 0, 65), {}, dict(num_splits=1)),
+    "7 splits": Decode((300, 0, 65), {}, dict(num_splits=7)),
+    "pages": Decode((130, 0, 65), dict(page_size=16), {}),
+    "appended": Decode((130, 0, 65), dict(seqlen_q=3, new=3), {}),
+    "appended across pages": Decode((15, 0, 65), dict(seqlen_q=3, new=3, page_size=16), {}),
+    "no room for all": Decode((60, 0, 64), dict(seqlen_q=5, new=5, capacity=64), {}),
+    "other rows": Decode((130, 0, 65), dict(by_index=True, length_dtype="int64"), {}),
+    "many requests": Decode(tuple(n % 23 for n in range(400)), dict(heads_q=8), {}),
+    "many rows": Decode((130, 20), dict(seqlen_q=30, heads_q=8), {}),
+    "softcap": Decode((130, 20), {}, dict(softcap=2.0)),
+    "lengths and pages that lie": Decode((60, 0, 64), dict(seqlen_q=3, new=3, page_size=16, capacity=80), {}, wrong=True),
+    "odd head dims": Decode((130, 20), ODD_HEAD_DIMS, {}),
+    "misaligned": Decode((130, 20), dict(new=2), {}, offset=4),
+    "wide": Decode((130, 20), dict(head_dim=256, head_dim_v=192), {}),
+    "latent": Decode((130, 20), LATENT | dict(page_size=64, new=2, seqlen_q=2), {}),
+}
+PARTS = {"forward": FORWARD, "backward": BACKWARD, "varlen": VARLEN, "decode": DECODE}
 # All of them for one dtype of a kernel, since each is compiled; these for the others.
 EVERY_DTYPE = ("causal", "not finite under a mask")
 THOROUGH = {"simt": "float32", "sm80": "bfloat16", "sm90": "bfloat16"}
 
 
-def runs_of(tier: str, part: str) -> dict[str, Run]:
+def runs_of(tier: str, part: str) -> dict[str, Run | Decode]:
     if tier != "sm90":
-        return PARTS[part]
+        runs = PARTS[part]
+        return runs if tier == "simt" else {name: run for name, run in runs.items() if name != "latent"}
     if launch.device_of(0).compute_capability != (9, 0):
         return {}
+    if part == "decode":  # its tier has latent attention alone
+        return {
+            name: run._replace(sizes=run.sizes | LATENT)
+            for name, run in DECODE.items()
+            if run.offset == 0 and name not in ("odd head dims", "wide", "many requests")
+        }
     # TMA reads no array that begins between two multiples of 16 bytes, or has such rows.
     rows = {name: -(-size // 8) * 8 for name, size in ODD_HEAD_DIMS.items()}
     runs = FORWARD_SM90 if part == "forward" else PARTS[part]
@@ -161,6 +211,36 @@ def faults_of(run: Run, dtype: str, with_backward: bool) -> str:
     return "; ".join(judgement.why for judgement in judged if not judgement.ok)
 
 
+def faults_of_decode(run: Decode, dtype: str) -> str:
+    """What is wrong with a decoding, its caches afterwards, and two of its results joined."""
+    call = decoding(dtype, run.lengths, **run.sizes)
+    call.k_cache[0, : run.masked] = call.v_cache[0, : run.masked] = np.nan
+    if run.wrong:
+        lengths = np.array([2**31 - 1, -5, 64], np.int32)
+        call = dataclasses.replace(call, cache_seqlens=lengths, block_table=call.block_table * 3 - 7)
+    given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, **call.named()}
+    views = {"v_cache": "k_cache", "v": "k"} if call.values_are_keys else {}
+    integers = ("cache_seqlens", "cache_batch_idx", "block_table")
+    on_gpu = {
+        name: exact(x, 0 if name in integers else run.offset) for name, x in given.items() if name not in views
+    }
+    on_gpu |= {name: on_gpu[of][..., : given[name].shape[3]] for name, of in views.items() if of in on_gpu}
+    out = exact(np.zeros((*call.q.shape[:3], call.v_cache.shape[3]), call.q.dtype), run.offset)
+    _, lse = cuflash.attention_with_kvcache(**on_gpu, out=out, return_lse=True, **run.options)
+    parts = [out, exact(normal(out.shape, dtype, 1), run.offset)], [lse, exact(lse.get() - 1)]
+    cuflash.merge_attention(*parts)
+    if run.wrong:
+        return ""
+    judgement = judge_of(call, **{name: x for name, x in run.options.items() if name != "num_splits"})(
+        out.get(), lse.get()
+    )
+    faults = [] if judgement.ok else [judgement.why]
+    for name, expected in zip(("k_cache", "v_cache"), call.after(), strict=True):
+        if on_gpu[name].get().tobytes() != np.ascontiguousarray(expected).tobytes():
+            faults.append(f"{name} afterwards")
+    return "; ".join(faults)
+
+
 @click.command()
 @click.option("--only", "tiers", multiple=True, default=list(THOROUGH), type=click.Choice(list(THOROUGH)))
 @click.option("--part", "parts", multiple=True, default=list(PARTS), type=click.Choice(list(PARTS)))
@@ -178,7 +258,8 @@ def main(tiers, parts):
                     if dtype != THOROUGH[tier] and name not in EVERY_DTYPE:
                         continue
                     with config.force_tier(tier):
-                        faults = faults_of(run, dtype, part != "forward")
+                        decode = isinstance(run, Decode)
+                        faults = faults_of_decode(run, dtype) if decode else faults_of(run, dtype, part != "forward")
                     count += 1
                     if faults:
                         wrong += 1

@@ -39,7 +39,7 @@ def compute_sanitizer() -> str | None:
     return None
 
 
-PARTS = ("forward", "backward", "varlen")
+PARTS = ("forward", "backward", "varlen", "decode")
 
 
 @pytest.mark.parametrize("part", PARTS)

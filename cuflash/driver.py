@@ -1,0 +1,49 @@
+"""Functions of the CUDA driver for which CuPy has none, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+
+
+@functools.cache
+def library():
+    """The driver's library."""
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    driver.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return driver
+
+
+class _Attribute(ctypes.Structure):     # CUlaunchAttribute
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _LaunchConfig(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem_bytes", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("num_attributes", ctypes.c_uint)]
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class EarlyLaunch:
+    """A launch of one kernel, which may start while the kernel before it in the stream ends, and waits for that end itself by
+    griddepcontrol.wait (CUDA: programmatic dependent launch, from compute capability 9.0 on). Called as CuPy's launchKernel,
+    by one thread at a time.
+    """
+
+    def __init__(self):
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        self._config = _LaunchConfig(attributes=ctypes.pointer(self._attribute), num_attributes=1)
+        self._address = ctypes.addressof(self._config)
+        self._launch = library().cuLaunchKernelEx
+
+    def __call__(self, function, grid_x, grid_y, grid_z, block_x, block_y, block_z, smem_bytes, stream, argv, extra) -> None:
+        config = self._config
+        config.grid[:], config.block[:] = (grid_x, grid_y, grid_z), (block_x, block_y, block_z)
+        config.smem_bytes, config.stream = smem_bytes, stream
+        status = self._launch(self._address, function, argv, extra or None)
+        if status:
+            raise RuntimeError(f"cuLaunchKernelEx failed with {status}")

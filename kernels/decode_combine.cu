@@ -1,0 +1,146 @@
+// After a decoding kernel, and beside its end: the items of which several blocks have a part.
+//
+//   partial_out [slots, BLOCK_M, HEAD_DIM_V], partial_lse [slots, BLOCK_M]  ->  out, lse
+//
+// A block finds the item that the border between two shares splits (FIXED_SPLITS: its own item). All that have a border of the
+// same item share its tasks: a task is a row, and of it the columns of a warp. Where a block has fewer tasks than warps,
+// several take one, each every so many of its parts, and then add up. Latency is what counts: outputs of parts are on their
+// way, kBatch at a time, before it is known what they weigh. Sums are made in the same order every time.
+#include "attn/decode.cuh"
+#include "attn/merge.cuh"
+#include "ptx/dependent.cuh"
+#include "tile/simt.cuh"
+
+constexpr int kHeadDimV = HEAD_DIM_V;           // padded: of partial_out
+constexpr int kThreads = THREADS, kWarps = kThreads / 32;
+constexpr int kStore = OUT_VEC_BYTES / sizeof(Element) < kVec ? OUT_VEC_BYTES / sizeof(Element) : kVec;
+constexpr int kTaskCols = 32 * kVec;
+constexpr int kTasksOfRow = (kHeadDimV + kTaskCols - 1) / kTaskCols;
+constexpr int kBatch = 8;
+static_assert(kThreads % 32 == 0 && kHeadDimV % kVec == 0, "whole warps, whole loads");
+
+struct SharedStorage { Vec<R, kVec> sSums[kWarps][32]; };
+
+// The parts of an item, and which of its tasks are this block's: every `shares`-th from `share` on.
+struct Parts {
+  int batch, row_tile, head_k;
+  int count;                    // at most 1: nobody needs to combine
+  int share, shares;
+  i64 first, step;              // FIXED_SPLITS: slot of split 0, tiles of the item; else slots of parts 0 and 1
+
+  DEV i64 slot(const DecodeParams& p, int part) const {
+    // With fewer tiles than splits a part is a tile, and its split the last that begins at or before it.
+    if constexpr (kFixedSplits)
+      return first + (step < p.num_splits ? ((part + 1) * (i64)p.num_splits + step - 1) / step - 1 : part);
+    return part == 0 ? first : step + slot_of_part(part - 1, true);
+  }
+};
+
+// All lanes of a warp together.
+DEV Parts find_parts(const DecodeParams& p) {
+  Parts parts = {};
+  if constexpr (kFixedSplits) {
+    const int item = blockIdx.x, of_row_tile = item / p.heads_k;
+    parts.batch = of_row_tile / p.num_row_tiles, parts.row_tile = of_row_tile % p.num_row_tiles;
+    parts.head_k = item % p.heads_k;
+    const int num_tiles = num_tiles_of_rows(p, num_keys(p, num_cached(p, parts.batch)), parts.row_tile);
+    parts.count = min(num_tiles, p.num_splits), parts.shares = 1;
+    parts.first = (i64)item * p.num_splits, parts.step = num_tiles;
+  } else {
+    const Shares shares(p);
+    const int block = blockIdx.x;
+    if (block + 1 >= shares.blocks) return parts;
+    const int border = shares.first_tile(block + 1);
+    const TilePlace place = shares.place(p, border);
+    if (place.tile == 0) return parts;          // between two items
+    const int begin = border - place.tile, first_block = shares.block_of(begin);
+    parts.batch = place.batch, parts.row_tile = place.row_tile, parts.head_k = place.head_k;
+    parts.count = shares.block_of(begin + place.num_tiles - 1) - first_block + 1;
+    parts.share = block - first_block, parts.shares = parts.count - 1;
+    parts.first = slot_of_part(first_block, shares.first_tile(first_block) == begin);
+    parts.step = slot_of_part(first_block + 1, true);
+  }
+  return parts;
+}
+
+// The weighted outputs of every `step`-th part of a row from `first` on. `total`: the lse of all parts.
+DEV Vec<R, kVec> add_parts(const DecodeParams& p, const Parts& parts, int i, int col, int first, int step,
+                           TotalLse<R, false>& total) {
+  const R* gLse = (const R*)p.partial_lse + i;
+  const R* gO = (const R*)p.partial_out + i * kHeadDimV + col;
+  Vec<R, kVec> sum = {}, x[kBatch];
+  R lse[kBatch];
+  const auto load = [&](int from) {
+    #pragma unroll
+    for (int j = 0; j < kBatch; j++) {
+      const int part = from + j * step;
+      const bool inside = part < parts.count;
+      const i64 row = inside ? parts.slot(p, part) * kItemRows : 0;
+      lse[j] = inside ? gLse[row] : -infinity(R());
+      x[j] = inside && col < kHeadDimV ? load_vec<kVec>(gO + row * kHeadDimV) : Vec<R, kVec>{};
+    }
+  };
+  load(first);
+  #pragma unroll 4
+  for (int part = threadIdx.x % 32; part < parts.count; part += 32) total.add(gLse[parts.slot(p, part) * kItemRows]);
+  total.add_lanes();
+  const R inverse = total.inverse();
+  #pragma unroll 1
+  for (int from = first; from < parts.count;) {
+    #pragma unroll
+    for (int j = 0; j < kBatch; j++) {
+      const R weight = total.weight(lse[j], inverse);
+      #pragma unroll
+      for (int e = 0; e < kVec; e++) sum.x[e] = fma(weight, x[j].x[e], sum.x[e]);
+    }
+    from += kBatch * step;
+    if (from < parts.count) load(from);
+  }
+  return sum;
+}
+
+DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, const Vec<R, kVec>& x, R lse) {
+  const int group = group_of(p), query = row / group, head = parts.head_k * group + row % group;
+  Element* gO = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head;
+  #pragma unroll
+  for (int c = 0; c < kVec; c += kStore) {
+    Vec<Element, kStore> y;
+    #pragma unroll
+    for (int e = 0; e < kStore; e++) from_real(y.x[e], x.x[c + e]);
+    if (col + c < p.head_dim_v) *(Vec<Element, kStore>*)(gO + col + c) = y;
+  }
+  if (p.lse && col == 0) ((R*)p.lse)[((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query] = lse;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) decode_combine(const DecodeParams p) {
+  __shared__ SharedStorage s;
+  start_dependents();
+  __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
+  const Parts parts = find_parts(p);
+  wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one
+  if (parts.count <= 1) return;
+  const int first_row = parts.row_tile * kItemRows, rows = min(kItemRows, num_rows(p) - first_row);
+  const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be below 1
+  if (tasks <= 0) return;
+  const int sharing = max(kWarps / tasks, 1), at_once = kWarps / sharing;       // warps of a task, tasks
+  const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  #pragma unroll 1
+  for (int first = 0; first < tasks; first += at_once) {
+    const int own = first + warp / sharing, task = parts.share + own * parts.shares;
+    const bool has_task = warp / sharing < at_once && own < tasks;
+    const int i = task / kTasksOfRow, col = task % kTasksOfRow * kTaskCols + lane * kVec;
+    Vec<R, kVec> sum = {};
+    TotalLse<R, false> total;
+    if (has_task) sum = add_parts(p, parts, i, col, warp % sharing, sharing, total);
+    if (sharing > 1) {
+      s.sSums[warp][lane] = sum;
+      __syncthreads();
+      if (warp % sharing == 0)
+        for (int w = 1; w < sharing; w++)
+          #pragma unroll
+          for (int e = 0; e < kVec; e++) sum.x[e] += s.sSums[warp + w][lane].x[e];
+      __syncthreads();
+    }
+    if (has_task && warp % sharing == 0) write_out(p, parts, first_row + i, col, sum, total.natural_lse());
+  }
+}

@@ -1,0 +1,520 @@
+// Decoding with wide heads whose values are their first columns (multi-head latent attention): float16 and bfloat16, sm_90a.
+//
+//   q [batch, seqlen_q, heads_q, head_dim], keys [.., heads_k, head_dim] of a cache, contiguous or paged  ->  out, lse or parts
+//
+// A block takes items of attn/decode.cuh, 64 rows each, and goes over their key tiles, last first. A tile lies in shared memory
+// once: it is K of S = Q K^T and, its first kHeadDimV columns, V of O += P V. It comes and goes in two parts: the first half of
+// V with what lies past V, and the second half. Warpgroup 0 loads, by cp.async, as rows may lie anywhere; warpgroup 1, the
+// leader, computes S, P and the first half of O; warpgroup 2, the follower, the second half.
+//   ready[s][h]: loader -> leader, follower, part h of a tile has landed   free[s][h]: back, who multiplies by that half of V
+//   q_ready:     loader -> leader, Q of an item has landed                 q_free: back, the last S of the item is there
+//   p_ready:     leader -> follower, sP, alpha (and inverse) are there     free[s][1] frees them as well
+//   s_started:   leader -> follower, S of a tile has been started
+// The leader starts O of a tile at once, then S of the next. The follower lets that S go first if its keys are there: its own
+// product then runs beside the leader's softmax, else while the keys come. Nothing is in flight from one turn of a loop to the
+// next. The running max lags as in fwd_sm90. Not here: values apart from the keys, rows that are not aligned to 16 bytes
+// (decode_sm80). What a tile should cost: docs/decode_sm90.md.
+#include "attn/decode.cuh"
+#include "attn/poison.cuh"
+#include "attn/score.cuh"
+#include "ptx/arrive.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/math.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+
+using Element = ElementOf<DTYPE>::type;
+
+constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
+constexpr int kHeadDimV = HEAD_DIM_V;
+constexpr int kHalfV = kHeadDimV / 2;           // columns of O of a consumer
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kStages = 2;
+constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
+constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim and kHeadDimV
+constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
+constexpr int kThreads = 384;
+constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;          // 504 by three: all that 168 a thread give a block
+constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
+static_assert(kBlockM == 64 && kBlockN == 64, "rows of a warpgroup; a panel of P");
+static_assert(kHeadDim == 576 && kHeadDimV == 512, "two halves of V of 256 columns, 64 columns past it");
+static_assert(V_IS_K && VEC_BYTES == 16, "values are the first columns of keys, which are copied by 16 bytes");
+
+using QLayout = PanelLayout<kBlockM, kHeadDim>;
+using KLayout = PanelLayout<kBlockN, kHeadDim>;
+using VLayout = PanelLayout<kBlockN, kHeadDimV>;                // the first panels of the same
+using PLayout = PanelLayout<kBlockM, kBlockN>;
+using HeadScore = Score<SCORE, float>;
+
+// Parts of a tile and their panels, in the order in which S takes them.
+constexpr int kPartPanels[2] = {5, 4};
+DEV constexpr int part_panel(int part, int i) { return part == 1 ? 4 + i : i < 4 ? i : 8; }
+
+struct alignas(1024) SharedStorage {
+  u8 sK[kStages][KLayout::kBytes];
+  u8 sQ[QLayout::kBytes];
+  u8 sP[PLayout::kBytes];
+  u64 ready[kStages][2], free[kStages][2], q_ready, q_free, p_ready, s_started;
+  float alpha[kBlockM];                         // by which O is to be multiplied before this tile is added
+  float inverse[kBlockM];                       // with the last tile of an item: one over the sum of P
+};
+static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
+
+// One arrival a warp, once all its lanes are there.
+DEV void arrive_warp(u64& barrier) {
+  __syncwarp();
+  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// First element of a packed row in q or out.
+DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& item, int row) {
+  const int group = group_of(p);
+  return item.batch * s.batch + row / group * s.row + (item.head_k * group + row % group) * s.head;
+}
+
+// ------------------------------------------------------------------------------------------------------------------- loading
+
+// A thread's rows of a tile, every 16th, at its chunk of a panel.
+constexpr int kRowStep = 16, kRowsAThread = kBlockN / kRowStep;
+struct RowsOfThread {
+  const char* from[kRowsAThread];               // the chunk in the first panel
+  int bytes[kRowsAThread];                      // of the row from there on
+  u32 first_row, chunk;
+  DEV RowsOfThread() : first_row(threadIdx.x / 8), chunk(threadIdx.x % 8) {}
+  // Of the row `head_dim` elements exist; 0: none.
+  DEV void set(int i, const Element* row, int head_dim) {
+    from[i] = (const char*)(row + chunk * 8);
+    bytes[i] = head_dim * (int)sizeof(Element) - (int)chunk * 16;
+  }
+  // Starts the copies of panel `panel` to a tile at `tile`; zeros where there is nothing.
+  template <typename Layout> DEV void copy_panel(u32 tile, int panel) const {
+    const u32 dst = tile + Layout::offset(first_row, chunk) + panel * Layout::kPanelBytes;
+    #pragma unroll
+    for (int i = 0; i < kRowsAThread; i++) {
+      const int valid = kWholeHeads ? bytes[i] > 0 ? 16 : 0 : min(max(bytes[i] - panel * Layout::kSwizzleBytes, 0), 16);
+      cp_async<16>(dst + i * kRowStep * Layout::kSwizzleBytes, from[i] + panel * Layout::kSwizzleBytes, valid);
+    }
+  }
+};
+
+DEV void load_tiles(SharedStorage& s, const DecodeParams& p) {
+  Ring<kStages> kv;
+  u32 q_phase = 0;
+  RowsOfThread rows;
+  for (DecodeItems items(p); items.is_valid; items.next(p)) {
+    const DecodeItem& item = items.item;
+    const Cache cache(p, item.batch, item.cached);
+    const int slot = kPaged ? 0 : cache.slot(0);
+    #pragma unroll 1
+    for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next()) {
+      #pragma unroll
+      for (int i = 0; i < kRowsAThread; i++) {
+        const int key = tile * kBlockN + i * kRowStep + (int)rows.first_row;
+        const Element* row = (const Element*)p.k;
+        if (key < item.seqlen_k) {
+          if (cache.is_new(key)) row = cache.new_row((const Element*)p.k_new, p.k_new_strides, item.head_k, key);
+          else row = cache.row(row, p.k_strides, item.head_k, key, kPaged ? cache.slot(key) : slot);
+        }
+        rows.set(i, row, key < item.seqlen_k ? p.head_dim : 0);
+      }
+      const u32 sK = shared_address(s.sK[kv.stage]);
+      #pragma unroll
+      for (int part = 0; part < 2; part++) {
+        mbarrier_wait(shared_address(&s.free[kv.stage][part]), kv.phase ^ 1);
+        #pragma unroll
+        for (int i = 0; i < kPartPanels[part]; i++) rows.copy_panel<KLayout>(sK, part_panel(part, i));
+        cp_async_arrive(shared_address(&s.ready[kv.stage][part]));
+      }
+      if (tile + 1 == item.end) {
+        #pragma unroll
+        for (int i = 0; i < kRowsAThread; i++) {
+          const int row = item.row_tile * kBlockM + i * kRowStep + (int)rows.first_row;
+          const bool inside = row < num_rows(p);
+          rows.set(i, (const Element*)p.q + (inside ? query_offset(p, p.q_strides, item, row) : 0), inside ? p.head_dim : 0);
+        }
+        mbarrier_wait(shared_address(&s.q_free), q_phase ^ 1);
+        #pragma unroll
+        for (int panel = 0; panel < QLayout::kPanels; panel++) rows.copy_panel<QLayout>(shared_address(s.sQ), panel);
+        cp_async_arrive(shared_address(&s.q_ready));
+        q_phase ^= 1;
+      }
+    }
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+// ----------------------------------------------------------------------------------------------------------------- computing
+
+// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
+struct Rows {
+  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
+  float sum[2];                                 // of P over this lane's columns
+};
+using Scores = float[kBlockN / 2];
+using Weights = u32[kBlockN / 16][4];
+using Output = float[kHalfV / 2];
+
+DEV u32 load_shared_word(u32 address) { return *(const u32*)__cvta_shared_to_generic(address); }
+DEV int warp_row() { return (int)(thread_index() % 128 / 32) * 16; }
+DEV int lane_row() { return warp_row() + (int)(thread_index() % 32 / 4); }     // the first of the two
+
+// Starts S = Q K^T over a part of the columns.
+template <int kPart> DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
+  wgmma_fence();
+  #pragma unroll
+  for (int d = 0; d < kPartPanels[kPart] * 4; d++) {
+    const int panel = part_panel(kPart, d / 4), step = d % 4 * 32;
+    wgmma_ss<Element>(rS, descriptor_step(q, panel * QLayout::kPanelBytes + step),
+                      descriptor_step(k, panel * KLayout::kPanelBytes + step), kPart > 0 || d > 0);
+  }
+}
+// Starts O += P V, or O = P V, of the columns from `v` on; P in registers, or in shared memory.
+DEV void multiply_pv(Output& rO, const Weights& rP, u64 v, bool add) {
+  wgmma_fence();
+  #pragma unroll
+  for (int key = 0; key < kBlockN / 16; key++)
+    wgmma_rs<Element>(rO, rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
+  wgmma_commit();
+}
+DEV void multiply_pv(Output& rO, u64 sP, u64 v, bool add) {
+  wgmma_fence();
+  #pragma unroll
+  for (int key = 0; key < kBlockN / 16; key++)
+    wgmma_ss_trans<Element>(rO, descriptor_step(sP, key * 32), descriptor_step(v, key * 16 * VLayout::kSwizzleBytes),
+                            key > 0 || add);
+  wgmma_commit();
+}
+
+// Logits in place of raw products.
+DEV void apply_score(Scores& rS, const HeadScore& score) {
+  if constexpr (!HeadScore::kIsIdentity) {
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
+  }
+}
+
+// -inf where masked.
+DEV void apply_mask(Scores& rS, const DecodeParams& p, const DecodeItem& item, int tile) {
+  const KeyMask mask(p, p.seqlen_q, item.seqlen_k);
+  const int lane_key = tile * kBlockN + (int)(thread_index() % 4) * 2, group = group_of(p);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int query = (item.row_tile * kBlockM + lane_row() + r * 8) / group;
+    const int begin = mask.key_begin(query) - lane_key, end = mask.key_end(query) - lane_key;
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      const int key = i / 2 * 8 + i % 2;
+      if (key >= end || (kMaskLeft && key < begin)) rS[i / 2 * 4 + r * 2 + i % 2] = -infinity(0.f);
+    }
+  }
+}
+
+// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
+DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
+  float tile_max[2];
+  bool moved = false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = rS[r * 2];
+    #pragma unroll
+    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
+    tile_max[r] = x, alpha[r] = 1.f;
+    // From -inf every logit moves it but -inf, which gives a NaN here.
+    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
+  }
+  if (!__any_sync(0xffffffff, moved)) return false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = tile_max[r], &old = rows.max[r];
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x *= exponent_scale;
+    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
+    // A first max finds O and the sum empty.
+    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
+    old = x;
+    rows.sum[r] *= alpha[r];
+  }
+  return true;
+}
+
+// P = exp2(logits - max) in place of the logits.
+DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
+      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
+      rows.sum[r] += x;
+    }
+  }
+}
+DEV void pack(Weights& rP, const Scores& rS) {
+  #pragma unroll
+  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
+}
+DEV void scale_output(Output& rO, const float (&alpha)[2]) {
+  #pragma unroll
+  for (int i = 0; i < kHalfV / 2; i++) rO[i] *= alpha[i / 2 % 2];
+}
+
+// Keys that exist and that some row of an item does not see: their tiles are looked through for NaN and Inf.
+struct HiddenKeys {
+  int before, from, seqlen_k;                   // those below `before`, and from `from` on
+  DEV HiddenKeys(const DecodeParams& p, const DecodeItem& item) : before(0), from(item.seqlen_k), seqlen_k(item.seqlen_k) {
+    if constexpr (!kMaskLeft && !kMaskRight) return;
+    const KeyMask mask(p, p.seqlen_q, seqlen_k);
+    const int first = item.row_tile * kBlockM, last = min(first + kBlockM, num_rows(p)) - 1, group = group_of(p);
+    before = uniform(mask.key_begin(last / group)), from = uniform(mask.key_end(first / group));
+  }
+  DEV bool any_in(int tile) const {
+    if constexpr (!kMaskLeft && !kMaskRight) return false;
+    return tile * kBlockN < before || min((tile + 1) * kBlockN, seqlen_k) > from;
+  }
+};
+
+// Adds P V of those V that are NaN or Inf and that a row sees, to this consumer's columns: `v` is the first of them.
+DEV void add_nonfinite_seen(Output& rO, u32 sP, u32 v, const DecodeParams& p, const DecodeItem& item, int tile) {
+  const KeyMask mask(p, p.seqlen_q, item.seqlen_k);
+  const int group = group_of(p), lane = thread_index() % 32;
+  #pragma unroll 1
+  for (int r = 0; r < 2; r++) {
+    const int query = (item.row_tile * kBlockM + lane_row() + r * 8) / group;
+    const int begin = max(mask.key_begin(query) - tile * kBlockN, 0), end = min(mask.key_end(query) - tile * kBlockN, kBlockN);
+    #pragma unroll 1
+    for (int key = begin; key < end; key++) {
+      const u32 pair = load_shared_word(sP + PLayout::offset(lane_row() + r * 8, key / 8) + key % 8 / 2 * 4);
+      Element weight;
+      weight.bits = (u16)(pair >> key % 2 * 16);
+      #pragma unroll
+      for (int i = 0; i < kHalfV / 8; i++) {
+        const u32 word = load_shared_word(v + VLayout::offset(key, i) + lane % 4 * 4);
+        if (!(nonfinite_carries<Element>(word) & 0x80008000)) continue;
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+          Element x;
+          x.bits = (u16)(word >> e * 16);
+          const float add = is_nonfinite<Element>(x.bits) ? to_real(weight) * to_real(x) : 0.f;
+          if (r == 0) rO[i * 4 + e] += add;
+          else rO[i * 4 + 2 + e] += add;
+        }
+      }
+    }
+  }
+}
+
+// NaN and Inf of a V tile go to the rows that see them, then become 0: times a weight of 0 they would be NaN. Both consumers
+// call it together, once S and P are there. `is_fresh`: O holds nothing of this item yet.
+DEV void take_apart(Output& rO, bool& is_fresh, SharedStorage& s, u32 stage, int half, const DecodeParams& p,
+                    const DecodeItem& item, int tile) {
+  constexpr int kAll = 256, kBarrier = 1;
+  const u32 v = shared_address(s.sK[stage]), thread = thread_index() - 128;
+  if (!barrier_or(kBarrier, kAll, scan_nonfinite<Element, VLayout::kBytes, kAll, false>(v, thread))) return;
+  if (is_fresh) {
+    #pragma unroll
+    for (int i = 0; i < kHalfV / 2; i++) rO[i] = 0.f;
+    is_fresh = false;
+  }
+  add_nonfinite_seen(rO, shared_address(s.sP), v + half * (VLayout::kBytes / 2), p, item, tile);
+  barrier_sync(kBarrier, kAll);
+  scan_nonfinite<Element, VLayout::kBytes, kAll, true>(v, thread);
+  fence_async_proxy();
+  barrier_sync(kBarrier, kAll);
+}
+
+// Writes a consumer's half of the columns of the 16 rows of a warp, to the outputs or as a part.
+DEV void write_half(const Output& rO, const float (&inverse)[2], const DecodeParams& p, const DecodeItem& item, int half) {
+  struct alignas(8) Pair { float x, y; };
+  const u32 lane = thread_index() % 32;
+  // A row that sees no key, or only logits of -inf, is 0, whatever the values are.
+  const auto result = [&](int i, int r) { return inverse[r] == 0.f ? 0.f : rO[i] * inverse[r]; };
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
+    const bool inside = row < num_rows(p);
+    if (item.slot >= 0) {
+      float* gO = (float*)p.partial_out + (item.slot * kBlockM + row_in_tile) * kHeadDimV + half * kHalfV + lane % 4 * 2;
+      if (!inside) continue;
+      #pragma unroll
+      for (int i = 0; i < kHalfV / 8; i++) *(Pair*)(gO + i * 8) = {result(i * 4 + r * 2, r), result(i * 4 + r * 2 + 1, r)};
+    } else {
+      const int column = half * kHalfV + (int)(lane % 4) * 8;
+      char* gO = (char*)((Element*)p.out + query_offset(p, p.out_strides, item, row) + column);
+      #pragma unroll
+      for (int d = 0; d < kHalfV / 8; d += 4) {
+        u32 word[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int i = (d + j) * 4 + r * 2;
+          word[j] = pack2<Element>(result(i, r), result(i + 1, r));
+        }
+        const Chunk c = transpose_quad(word, lane % 4);
+        const int valid = kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * (int)sizeof(Element);
+        if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(inside, gO + d * 16, c);
+        else if (inside) store_chunk<kOutVecBytes>(gO + d * 16, c, valid);
+      }
+    }
+  }
+}
+
+// Writes the lse of the rows whose sums over all lanes are `sum`.
+DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& p, const DecodeItem& item) {
+  if (thread_index() % 4) return;
+  const int group = group_of(p), end_row = num_rows(p);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
+    const float lse = sum[r] == 0.f ? -infinity(0.f) : rows.max[r] + log2f(sum[r]);
+    if (row >= end_row) continue;
+    if (item.slot >= 0) {
+      ((float*)p.partial_lse)[item.slot * kBlockM + row_in_tile] = lse;
+    } else if (p.lse) {
+      const int head = item.head_k * group + row % group;
+      ((float*)p.lse)[((i64)item.batch * p.heads_q + head) * p.seqlen_q + row / group] = lse * 0.6931471806f;
+    }
+  }
+}
+
+// The leader, a warpgroup.
+DEV void lead(SharedStorage& s, const DecodeParams& p) {
+  const HeadScore score(p);
+  const float exponent_scale = score.exponent_scale();
+  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
+  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
+  Ring<kStages> kv, last = {kStages - 1, 1};    // of the tile before: `free` of a fresh stage passes
+  u32 q_phase = 0;
+  Scores rS;
+  Weights rP;
+  Output rO;
+  #pragma unroll 1
+  for (DecodeItems items(p); items.is_valid; items.next(p)) {
+    const DecodeItem& item = items.item;
+    const HiddenKeys hidden(p, item);
+    Rows rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
+    float sum[2], inverse[2];
+    mbarrier_wait(shared_address(&s.q_ready), q_phase);
+    q_phase ^= 1;
+    #pragma unroll 1
+    for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next(), last.next()) {
+      // Q's descriptors depend on the stage too, by nothing: before the loop they would not all find uniform registers.
+      const u32 stage = uniform(kv.stage);
+      const u64 k_tile = descriptor_step(k, stage * KLayout::kBytes), q_tile = descriptor_step(q, stage / kStages * 16);
+      mbarrier_wait(shared_address(&s.ready[kv.stage][0]), kv.phase);
+      fence_async_proxy();
+      multiply_qk<0>(rS, q_tile, k_tile);
+      mbarrier_wait(shared_address(&s.ready[kv.stage][1]), kv.phase);
+      fence_async_proxy();
+      multiply_qk<1>(rS, q_tile, k_tile);
+      wgmma_commit();
+      if (thread_index() == 128) mbarrier_arrive(shared_address(&s.s_started));
+      wgmma_wait<0>();
+      wgmma_pin(rS);
+      if (tile == item.begin) arrive_warp(s.q_free);
+
+      float alpha[2];
+      apply_score(rS, score);
+      if (item.tiles.is_partial(tile)) apply_mask(rS, p, item, tile);
+      const bool moved = update_max(rows, rS, alpha, exponent_scale);
+      softmax(rows, rS, exponent_scale);
+      pack(rP, rS);
+      mbarrier_wait(shared_address(&s.free[last.stage][1]), last.phase);        // the follower has done with sP
+      #pragma unroll
+      for (int j = 0; j < kBlockN / 16; j++) store_fragment<PLayout>(shared_address(s.sP), warp_row(), j * 2, rP[j]);
+      if (tile == item.begin) {
+        #pragma unroll
+        for (int r = 0; r < 2; r++) {
+          sum[r] = rows.sum[r];
+          sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 1);
+          sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 2);
+          inverse[r] = sum[r] == 0.f ? 0.f : rcp_fast(sum[r]);  // no visible key: O is 0
+          if (thread_index() % 4 == 0) s.inverse[lane_row() + r * 8] = inverse[r];
+        }
+      }
+      if (thread_index() % 4 == 0) s.alpha[lane_row()] = alpha[0], s.alpha[lane_row() + 8] = alpha[1];
+      fence_async_proxy();
+      arrive_warp(s.p_ready);
+
+      bool is_fresh = tile + 1 == item.end;
+      if (moved && !is_fresh) scale_output(rO, alpha);
+      if (hidden.any_in(tile)) take_apart(rO, is_fresh, s, kv.stage, 0, p, item, tile);
+      multiply_pv(rO, rP, k_tile, !is_fresh);
+      wgmma_wait<0>();
+      wgmma_pin(rO);
+      arrive_warp(s.free[kv.stage][0]);
+    }
+    write_lse(rows, sum, p, item);
+    write_half(rO, inverse, p, item, 0);
+  }
+}
+
+// The follower, a warpgroup.
+DEV void follow(SharedStorage& s, const DecodeParams& p) {
+  const u64 sP = wgmma_descriptor<PLayout::kSwizzleBytes>(shared_address(s.sP), PLayout::kPanelBytes);
+  const u64 first_v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sK), VLayout::kPanelBytes);
+  const u64 v = descriptor_step(first_v, VLayout::kBytes / 2);
+  Ring<kStages> kv, next = {1, 0};
+  u32 p_phase = 0;
+  Output rO;
+  #pragma unroll 1
+  for (DecodeItems items(p); items.is_valid; items.next(p)) {
+    const DecodeItem& item = items.item;
+    const HiddenKeys hidden(p, item);
+    float inverse[2];
+    #pragma unroll 1
+    for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next(), next.next(), p_phase ^= 1) {
+      mbarrier_wait(shared_address(&s.ready[kv.stage][1]), kv.phase);
+      fence_async_proxy();
+      mbarrier_wait(shared_address(&s.p_ready), p_phase);
+      const float alpha[2] = {s.alpha[lane_row()], s.alpha[lane_row() + 8]};
+      if (tile == item.begin) inverse[0] = s.inverse[lane_row()], inverse[1] = s.inverse[lane_row() + 8];
+      bool is_fresh = tile + 1 == item.end;
+      if (!is_fresh && __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) scale_output(rO, alpha);
+      if (hidden.any_in(tile)) take_apart(rO, is_fresh, s, kv.stage, 1, p, item, tile);
+      // S of the next tile first, if it can start: it is what the leader waits for.
+      if (tile > item.begin && uniform(mbarrier_test(shared_address(&s.ready[next.stage][1]), next.phase)))
+        mbarrier_wait(shared_address(&s.s_started), p_phase ^ 1);
+      multiply_pv(rO, sP, descriptor_step(v, kv.stage * KLayout::kBytes), !is_fresh);
+      wgmma_wait<0>();
+      wgmma_pin(rO);
+      arrive_warp(s.free[kv.stage][1]);
+    }
+    write_half(rO, inverse, p, item, 1);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __grid_constant__ DecodeParams p) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  SharedStorage& s = *(SharedStorage*)smem;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages * 2; i++) {
+      mbarrier_init(shared_address(&s.ready[i / 2][i % 2]), 128);
+      mbarrier_init(shared_address(&s.free[i / 2][i % 2]), 4);
+    }
+    mbarrier_init(shared_address(&s.q_ready), 128);
+    mbarrier_init(shared_address(&s.q_free), 4);
+    mbarrier_init(shared_address(&s.p_ready), 4);
+    mbarrier_init(shared_address(&s.s_started), 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_kernel_before();
+  start_dependents();           // decode_combine finds its parts while these are computed
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    set_fewer_registers<kLoaderRegisters>();
+    load_tiles(s, p);
+    append<Element>(p);                         // while the last tiles are computed; the others while the first ones come
+  } else {
+    set_more_registers<kConsumerRegisters>();
+    append<Element>(p);
+    if (warpgroup == 1) lead(s, p);
+    else follow(s, p);
+  }
+}
