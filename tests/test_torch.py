@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,13 @@ from cuflash import jit
 
 torch = pytest.importorskip("torch", reason="no PyTorch")
 flash = pytest.importorskip("cuflash.torch", reason="PyTorch is too old")
+
+
+@pytest.fixture(autouse=True)
+def compile_anew():
+    """PyTorch compiles one function a few times only, whichever tests it came from."""
+    torch._dynamo.reset()
+
 
 OPTIONS = {
     "plain": {},
@@ -431,6 +439,14 @@ def test_signatures(function, names):
     for name in ("out", "validate"):
         theirs.pop(name, None)
     assert ours == theirs
+
+
+def test_the_snippet_of_the_readme():
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    code = readme.split("## In PyTorch")[1].split("```python")[1].split("```")[0]
+    names = {}
+    exec(code, names)
+    assert torch.equal(names["same"], names["out"]) and names["k"].grad.shape == (2, 128, 2, 64)
 
 
 def run_python(code) -> str:

@@ -12,6 +12,13 @@ from cuflash.integrations.transformers import _kind_of, register  # noqa: E402
 
 register()
 
+
+@pytest.fixture(autouse=True)
+def compile_anew():
+    """PyTorch compiles one function a few times only, whichever tests it came from."""
+    torch._dynamo.reset()
+
+
 # Large weights: with the usual ones all keys get nearly the same weight.
 TINY = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
