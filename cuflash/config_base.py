@@ -49,8 +49,8 @@ class Kernel:
 
     @property
     def starts_early(self) -> bool:
-        """Whether it waits by itself for the kernel before it and so may start while that one ends: a decoding is short."""
-        return self.kernel.startswith("decode_")
+        """Whether it waits by itself for the kernel before it and so may start while that one ends."""
+        return self.kernel == "decode_combine"
 
     @property
     def is_accelerated(self) -> bool:

@@ -114,7 +114,6 @@ DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, 
 
 extern "C" __global__ void __launch_bounds__(kThreads) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
-  start_dependents();
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p);
   wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one

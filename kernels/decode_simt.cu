@@ -403,7 +403,6 @@ DEV void write_out(const SharedStorage& s, const DecodeParams& p, const DecodeIt
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) decode_simt(const DecodeParams p) {
   extern __shared__ __align__(16) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
-  wait_for_kernel_before();
   start_dependents();           // decode_combine finds its parts while these are computed
   append<Element>(p);
   const ItemScore score(p);

@@ -469,7 +469,6 @@ DEV void write_out(SharedStorage& s, Rows& rows, const DecodeParams& p, const De
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm80(const DecodeParams p) {
   extern __shared__ __align__(128) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
-  wait_for_kernel_before();
   start_dependents();           // decode_combine finds its parts while these are computed
   const DecodeItems first(p);
   if (threadIdx.x == 0) s.items[0] = first;

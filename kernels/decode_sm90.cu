@@ -504,7 +504,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
     mbarrier_init_fence();
   }
   __syncthreads();
-  wait_for_kernel_before();
   start_dependents();           // decode_combine finds its parts while these are computed
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

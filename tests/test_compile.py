@@ -634,15 +634,15 @@ def test_tensor_maps_follow_the_params_in_one_order():
     assert launch.TENSOR_MAPS_OFFSET % 64 == launch.BWD_TENSOR_MAPS_OFFSET % 64 == 0
 
 
-@pytest.mark.parametrize("kernel", sorted(set(OF_DECODING)))
-def test_who_starts_early_waits_before_anything_else(kernel):
-    """Before it can end, too; and what others wait for has ended before they may start."""
-    text = code_of(f"{kernel}.cu")
+def test_who_starts_early_waits_before_it_can_end():
+    """Else it would end, for those behind it, before the kernel before it has; and that one lets it start."""
+    text = code_of("decode_combine.cu")
     entry = text[text.index('extern "C"') :]
-    wait, start = entry.index("wait_for_kernel_before();"), entry.index("start_dependents();")
-    assert "return" not in entry[:wait] and "append<" not in entry[:wait]
-    assert wait < start or kernel == "decode_combine", "which nothing but its own main kernel stands before"
-    assert config.Kernel(kernel, (), 32, 0).starts_early
+    wait = entry.index("wait_for_kernel_before();")
+    assert "return" not in entry[:wait] and "start_dependents" not in entry
+    for kernel in OF_DECODING:
+        early = config.Kernel(kernel, (), 32, 0).starts_early
+        assert early == (kernel == "decode_combine") == ("start_dependents();" not in code_of(f"{kernel}.cu"))
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from test_tma import MadeUpDriver, layout_of, pointers_of
 
 from cuflash import config, jit, launch, tma
+from cuflash import driver as driver_functions
 from cuflash import problem as problem_module
 from cuflash.arrays import View
 from cuflash.config import (
@@ -667,6 +668,12 @@ class Driver(list):
             size = (4 if "bwd" in kernel else 3) * tma.MAP_BYTES
             self.launched_maps.append(ctypes.string_at(address + MAPS[kernel], size))
 
+    def cuLaunchKernelEx(self, config, function, argv, extra):
+        config = driver_functions._LaunchConfig.from_address(config)
+        shape = *config.grid, *config.block
+        self.launch_kernel(function, *shape, config.smem_bytes, config.stream, argv, extra)
+        return 0
+
     def memset(self, pointer, value, num_bytes, stream):
         self.events.append((pointer, value, num_bytes, stream))
 
@@ -680,6 +687,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(cuda, "launchKernel", made.launch_kernel)
     monkeypatch.setattr(runtime, "memsetAsync", made.memset)
     monkeypatch.setattr(tma, "_driver", lambda: made.maps)
+    monkeypatch.setattr(driver_functions, "library", lambda: made)
     monkeypatch.setattr(jit, "load", made.load)
     monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
     monkeypatch.setattr(launch, "device_of", lambda device_id: H200)

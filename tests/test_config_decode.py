@@ -250,12 +250,13 @@ def test_more_tiles_than_the_kernels_count(tier, stated):
     made = choose(stated, H200, tier)
     items = -(-stated.rows // made.block_m) * stated.heads_k
     key_tiles = 2**20 // made.block_n + 1
-    most = (2**31 - 1) // (items * key_tiles)
+    limit = 2**31 - 1 - made.max_blocks  # a block counts on to what would be its next
+    most = limit // (items * key_tiles)
     assert launch.grid_of(dataclasses.replace(stated, batch=most), made) == made.max_blocks
     more = dataclasses.replace(stated, batch=most + 1)
-    with pytest.raises(ValueError, match=rf"query tiles \* key tiles must be at most .* \* {key_tiles}: split the batch"):
+    with pytest.raises(ValueError, match=rf"\* key tiles must be at most {limit}; .* \* {key_tiles}: split the batch"):
         launch.grid_of(more, made)
-    short = dataclasses.replace(stated, seqlen_k=1, num_splits=4096, batch=(2**31 - 1) // (items * 4096) + 1)
+    short = dataclasses.replace(stated, seqlen_k=1, num_splits=4096, batch=limit // (items * 4096) + 1)
     with pytest.raises(ValueError, match=r"query tiles \* num_splits must be at most .* \* 4096: split the batch"):
         launch.grid_of(short, made)
 

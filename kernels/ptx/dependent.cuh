@@ -1,7 +1,6 @@
 // Kernels that start while the one before them ends (PTX ISA: griddepcontrol; CUDA: programmatic dependent launch). Trap: what
-// such a kernel reads or writes before it has waited may still be in use. Every thread
-// waits, or the kernel ends, for those behind it, before the one before it has. Who lets others start before it has waited itself
-// lets them start before what it waits for.
+// such a kernel reads or writes before it has waited may still be in use. Every thread waits, or the kernel ends, for those behind
+// it, before the one before it has. A kernel that starts early itself must not let others start before it has waited.
 #pragma once
 #include "ptx/types.cuh"
 
