@@ -48,7 +48,7 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         NotImplementedError: a second derivative is asked for, or as `cuflash.attention`.
     """
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap}
-    return _attend(_cast(q, k, v), options, deterministic, return_lse)
+    return _attend(cast(q, k, v), options, deterministic, return_lse)
 
 
 def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None,
@@ -71,13 +71,13 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
         problem.check_hint("max_seqlen_q", max_seqlen_q)
         problem.check_hint("max_seqlen_k", max_seqlen_k)
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap}
-    tensors = (*_cast(q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    tensors = (*cast(q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     return _attend(tensors, options, deterministic, return_lse)
 
 
 # ------------------------------------------------------------------------------------------------------- which way to go
 
-def _cast(q, k, v) -> tuple:
+def cast(q, k, v) -> tuple:
     """q, k and v as autocast wants them."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q must be a torch.Tensor; got {type(q).__name__}: cuflash.attention takes arrays of other frameworks")

@@ -48,8 +48,8 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic, options: dict, re
                                    deterministic=bool(deterministic), **seqused, **options)
 
 
-def with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, num_splits, options: dict):
-    """(out, lse). As in theirs, nothing of it is differentiable, and the caches are written where they lie."""
+def with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, num_splits, return_lse, options: dict):
+    """out, or (out, lse). As in theirs, nothing of it is differentiable, and the caches are written where they lie."""
     import cuflash
 
     def last_packed(x):
@@ -58,4 +58,5 @@ def with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, bloc
     with torch.no_grad():
         return cuflash.attention_with_kvcache(
             last_packed(q), k_cache, v_cache, k=last_packed(k), v=last_packed(v), cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, block_table=block_table, num_splits=num_splits, return_lse=True, **options)
+            cache_batch_idx=cache_batch_idx, block_table=block_table, num_splits=num_splits, return_lse=bool(return_lse),
+            **options)

@@ -83,8 +83,9 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None
     refuse("flash_attn_with_kvcache", rotary_cos=(rotary_cos, None), rotary_sin=(rotary_sin, None),
            cache_leftpad=(cache_leftpad, None), alibi_slopes=(alibi_slopes, None))
     options = _rules.options_of(softmax_scale, causal, window_size, softcap)
-    out, lse = _rules.with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, num_splits, options)
-    return (out, _inf_where_empty(lse)) if return_softmax_lse else out
+    result = _rules.with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, num_splits,
+                                 return_softmax_lse, options)
+    return (result[0], _inf_where_empty(result[1])) if return_softmax_lse else result
 
 
 def _inf_where_empty(lse):

@@ -77,8 +77,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
            rotary_seqlens=(rotary_seqlens, None), q_descale=(q_descale, None), k_descale=(k_descale, None),
            v_descale=(v_descale, None), attention_chunk=(attention_chunk, 0), scheduler_metadata=(scheduler_metadata, None))
     options = _rules.options_of(softmax_scale, causal, window_size, softcap)
-    out, lse = _rules.with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, num_splits, options)
-    return (out, lse) if return_softmax_lse else out
+    return _rules.with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, num_splits,
+                               return_softmax_lse, options)
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):

@@ -22,9 +22,12 @@ from __future__ import annotations
 
 import torch
 
+from .. import attention_with_kvcache
 from .. import torch as _torch
 
 __all__ = ["register"]
+
+_FEW = 8        # queries up to which a call is one of decoding
 
 
 def register(name: str = "cufa") -> None:
@@ -203,7 +206,7 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
     if ends is not None:
         return _packed(q, k, v, ends, kwargs["cu_seq_lens_k"], options), None
     if attention_mask is None:
-        return _torch.attention(q, k, v, **options), None
+        return _dense(q, k, v, options), None
     if attention_mask.dtype is torch.int32:
         ends = _ends_of(attention_mask)
         return _packed(q, k, v, ends, ends, options), None
@@ -211,7 +214,7 @@ def attention_forward(module, query, key, value, attention_mask, dropout=0.0, sc
     k, v = k[:, :keep.shape[1]], v[:, :keep.shape[1]]
     known = getattr(attention_mask, "cuflash", None)
     if known is not None and not known.has_padding:
-        return _torch.attention(q, k, v, **options), None
+        return _dense(q, k, v, options), None
     if known is None:
         _check_unknown(keep)
     return _padded(q, k, v, keep, options), None
@@ -236,6 +239,13 @@ def _check_unknown(keep) -> None:
     # In compiled code the host cannot look.
     starts = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
     torch._assert_async((starts <= 1).all(), "an attention_mask with padding inside of a row is not supported by cuflash")
+
+
+def _dense(q, k, v, options: dict):
+    if q.shape[1] <= _FEW < k.shape[1] and not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        q, k, v = _torch.cast(q, k, v)
+        return attention_with_kvcache(q, k, v, **options)       # parts the keys among the blocks: few queries fill no GPU
+    return _torch.attention(q, k, v, **options)
 
 
 def _packed(q, k, v, ends_q, ends_k, options: dict):
