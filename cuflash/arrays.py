@@ -217,8 +217,8 @@ class TorchDoor:
         wanting = [name for name, x in tensors.items() if getattr(x, "requires_grad", False)]
         if self._grad_enabled() and wanting:
             raise NotImplementedError(
-                f"{', '.join(wanting)} require a gradient, which cuflash.{function} does not record: call it under "
-                "torch.no_grad() or on x.detach()")
+                f"{', '.join(wanting)} require a gradient, which cuflash.{function} does not record: cuflash.torch.attention and "
+                "attention_varlen do; call this one under torch.no_grad() or on x.detach()")
 
     def ptr(self, x) -> int:
         return x.data_ptr()

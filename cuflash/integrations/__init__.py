@@ -1,0 +1,1 @@
+"""cuflash inside other libraries, active only where it is asked for."""

@@ -1,0 +1,366 @@
+"""cuflash.torch and cuflash.compat on a GPU: the bits of the plain functions, however they are reached."""
+
+import time
+
+import numpy as np
+import pytest
+from support import Gradients, Lengths, assert_right, assert_right_gradients, assert_right_varlen, dout_of, inputs, packed_inputs
+from test_interop import from_torch, to_torch
+
+import cuflash
+
+torch = pytest.importorskip("torch", reason="no PyTorch")
+flash = pytest.importorskip("cuflash.torch", reason="PyTorch is too old")
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("frameworks"), pytest.mark.usefixtures("cuda")]
+
+
+@pytest.fixture(autouse=True)
+def compile_anew():
+    """PyTorch compiles one function a few times only, whichever tests it came from."""
+    torch._dynamo.reset()
+
+
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+FLAT = (True, -1, -1, None, 0.0, True)  # causal, window, softmax_scale, softcap, deterministic
+
+
+def on_gpu(*host, grad=False):
+    return [to_torch(torch, x, "cuda").requires_grad_(grad) for x in host]
+
+
+def leaves_of(dtype="bfloat16", **sizes):
+    return on_gpu(*inputs(dtype, **{"seqlen_q": 130} | sizes), grad=True)
+
+
+def plain_gradients(dout, leaves, **options):
+    """By the plain functions: (out, lse, dq, dk, dv)."""
+    given = [x.detach() for x in leaves]
+    out, lse = cuflash.attention(*given, return_lse=True, **options)
+    return out, lse, *cuflash.attention_backward(dout, *given, out, lse, deterministic=True, **options)
+
+
+def equal(got, expected):
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_are_those_of_the_plain_functions(dtype):
+    leaves = leaves_of(dtype, seqlen_k=200)
+    options = {"causal": True, "window": (100, None), "softcap": 5.0}
+    out, lse = flash.attention(*leaves, return_lse=True, deterministic=True, **options)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=True)
+    given = [x.detach() for x in leaves]
+    state = cuflash.attention(*given, return_lse=True, **options)
+    expected = cuflash.attention_backward(dout, *given, *state, dlse=dlse, deterministic=True, **options)
+    equal((out, lse, *got), (*state, *expected))
+    # Without a gradient of lse, with one of out that is expanded, and through the operator.
+    whole = torch.ones_like(out)
+    expected = cuflash.attention_backward(whole, *given, *state, deterministic=True, **options)
+    equal(torch.autograd.grad(out.sum(), leaves), expected)
+    flat = (True, 100, -1, None, 5.0, True)
+    through = torch.ops.cuflash.attention(*leaves, *flat)
+    equal((*through, *torch.autograd.grad(through[0].sum(), leaves)), (*state, *expected))
+    with torch.no_grad():
+        equal([flash.attention(*leaves, **options)], state[:1])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_right_against_the_oracle(dtype):
+    host = inputs(dtype, seqlen_q=100)
+    leaves = on_gpu(*host, grad=True)
+    out, lse = flash.attention(*leaves, causal=True, return_lse=True)
+    dout = dout_of(host[0], host[2])
+    gradients = torch.autograd.grad(out, leaves, *on_gpu(dout))
+    assert_right(from_torch(torch, out.detach()), from_torch(torch, lse.detach()), *host, causal=True)
+    assert_right_gradients(Gradients(*(from_torch(torch, x) for x in gradients)), dout, *host, causal=True)
+
+
+LENGTHS = Lengths((5, 0, 130, 17), (40, 3, 130, 64), used_k=(40, 2, 100, 64), spare_q=3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_packed_sequences(dtype):
+    host = [np.nan_to_num(x) for x in packed_inputs(dtype, LENGTHS)]
+    leaves = on_gpu(*host, grad=True)
+    ends, used = LENGTHS.arrays()
+    ends, used = [torch.from_numpy(x).cuda() for x in ends], {key: torch.from_numpy(x).cuda() for key, x in used.items()}
+    out, lse = flash.attention_varlen(*leaves, *ends, causal=True, return_lse=True, deterministic=True, **used)
+    given = [x.detach() for x in leaves]
+    state = cuflash.attention_varlen(*given, *ends, causal=True, return_lse=True, **used)
+    dout = torch.randn_like(out)
+    expected = cuflash.attention_varlen_backward(dout, *given, *state, *ends, causal=True, deterministic=True, **used)
+    equal((out, lse, *torch.autograd.grad(out, leaves, dout)), (*state, *expected))
+
+
+def test_gradcheck():
+    leaves = leaves_of("float64", batch=1, seqlen_q=5, seqlen_k=7, head_dim=4)
+    assert torch.autograd.gradcheck(
+        lambda *x: flash.attention(*x, causal=True, return_lse=True, deterministic=True), leaves, fast_mode=True
+    )
+
+
+def test_autocast():
+    leaves = leaves_of("float32")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = flash.attention(*leaves, causal=True, deterministic=True)
+    assert out.dtype == torch.bfloat16
+    low = [x.detach().bfloat16() for x in leaves]
+    dout = torch.randn_like(out)
+    expected = plain_gradients(dout, low, causal=True)
+    got = torch.autograd.grad(out, leaves, dout)
+    assert all(x.dtype == torch.float32 for x in got)
+    equal((out, *got), (expected[0], *(x.float() for x in expected[2:])))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = leaves_of()
+    out = checkpoint(lambda *x: flash.attention(*x, causal=True, deterministic=True), *leaves, use_reentrant=reentrant)
+    dout = torch.randn_like(out)
+    expected = plain_gradients(dout, leaves, causal=True)
+    out.backward(dout)
+    equal((out, *(x.grad for x in leaves)), (expected[0], *expected[2:]))
+
+
+def test_vmap():
+    q, k, v = (x.detach() for x in leaves_of("float32", batch=3))
+    many = torch.stack([q, 2 * q])
+
+    def loss(x, k):
+        return flash.attention(x, k, v, causal=True, deterministic=True).square().sum()
+
+    got = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(many, k)
+    for i, x in enumerate(many):
+        for y, z in zip(got, torch.func.grad(loss, argnums=(0, 1))(x, k), strict=True):
+            torch.testing.assert_close(y[i], z)
+    flat = torch.vmap(lambda x, y, z: flash.attention(x, y, z, causal=True))(q, k, v)
+    torch.testing.assert_close(flat, flash.attention(q, k, v, causal=True))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Compiled, captured, on streams
+
+
+def test_operators():
+    leaves = leaves_of(seqlen_q=40)
+    torch.library.opcheck(torch.ops.cuflash.attention, (*leaves, *FLAT))
+    given = [x.detach() for x in leaves]
+    out, lse = torch.ops.cuflash.attention(*given, *FLAT)
+    torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, lse, out, lse, *given, *FLAT))
+    q, k, v = (x[0] for x in given)
+    ends = torch.tensor([0, 10, 40], dtype=torch.int32, device="cuda")
+    lengths = (ends, ends, None, None)
+    torch.library.opcheck(torch.ops.cuflash.attention_varlen, (q, k, v, *lengths, *FLAT))
+    out, lse = torch.ops.cuflash.attention_varlen(q, k, v, *lengths, *FLAT)
+    given = (out, None, out, lse, q, k, v, *lengths, *FLAT)
+    torch.library.opcheck(torch.ops.cuflash.attention_varlen_backward, given)
+
+
+def compiler() -> str:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "aot_eager"
+    return "inductor"
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compile(mode):
+    def step(q, k, v):
+        heads_first = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        out, lse = flash.attention(*heads_first, causal=True, return_lse=True, deterministic=True)
+        return out, lse
+
+    backend = compiler()
+    if mode and backend != "inductor":
+        pytest.skip("no Triton")
+    compiled = torch.compile(step, fullgraph=True, backend=backend, mode=mode)
+    leaves = leaves_of()
+    dout = torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):  # with "reduce-overhead" the third one is replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        out, lse = compiled(*leaves)
+        got = [x.clone() for x in (out, lse, *torch.autograd.grad(out, leaves, dout))]
+        equal(got, plain_gradients(dout, leaves, causal=True))
+
+
+def test_graph_of_forward_and_backward():
+    leaves = leaves_of()
+    dout = torch.randn_like(leaves[0])
+
+    def step():
+        out = flash.attention(*leaves, causal=True, deterministic=True)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for seed in range(3):
+        with torch.no_grad():
+            for x, y in zip(leaves, inputs("bfloat16", seqlen_q=130, seed=10 + seed), strict=True):
+                x.copy_(to_torch(torch, y, "cuda"))
+            for x in results:
+                x.fill_(float("nan"))
+        graph.replay()
+        expected = plain_gradients(dout, leaves, causal=True)
+        equal(results, (expected[0], *expected[2:]))
+
+
+def test_second_stream():
+    """The backward runs on the stream of its forward, behind what was queued there."""
+    staged = [x.detach() for x in leaves_of()]
+    dout = torch.randn_like(staged[0])
+    expected = plain_gradients(dout, staged, causal=True)
+    stream = torch.cuda.Stream()
+    for _ in range(5):
+        leaves = [torch.full_like(x, float("nan")).requires_grad_() for x in staged]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(4_000_000)
+            with torch.no_grad():
+                for x, y in zip(leaves, staged, strict=True):
+                    x.copy_(y)
+            out = flash.attention(*leaves, causal=True, deterministic=True)
+            got = [x.cpu() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+        equal(got, [x.cpu() for x in (expected[0], *expected[2:])])
+
+
+def test_sdpa():
+    """F.scaled_dot_product_attention, eager and compiled, once it is told to."""
+    registry = torch.nn.attention
+    if not hasattr(registry, "register_flash_attention_impl"):
+        pytest.skip("this PyTorch has no register_flash_attention_impl")
+    leaves = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in leaves_of(heads_k=4)]
+    expected = plain_gradients(torch.ones_like(leaves[0]).transpose(1, 2), [x.transpose(1, 2) for x in leaves], causal=True)
+    flash.register_sdpa()
+    registry.activate_flash_attention_impl("cuflash")
+    torch.use_deterministic_algorithms(True)
+    try:
+
+        def step(*x):
+            with registry.sdpa_kernel(registry.SDPBackend.FLASH_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True)
+
+        for call in (step, torch.compile(step, backend=compiler())):
+            out = call(*leaves)
+            got = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+            equal([x.transpose(1, 2) for x in got], (expected[0], *expected[2:]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        registry.restore_flash_attention_impl()
+    out = step(*leaves)
+    torch.testing.assert_close(out.transpose(1, 2), expected[0], rtol=2e-2, atol=2e-2)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The peers' names
+
+
+@pytest.mark.parametrize("head_dim", [59, 64, 128])
+def test_compat_dense(head_dim):
+    from cuflash.compat import flash_attn, flash_attn_interface
+
+    host = inputs("bfloat16", seqlen_q=100, seqlen_k=90, head_dim=head_dim)
+    q, k, v = on_gpu(*host)
+    options = {"causal": True, "window_size": (20, 0), "return_attn_probs": True}
+    for result in (
+        flash_attn.flash_attn_func(q, k, v, **options)[:2],
+        flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options)[:2],
+        flash_attn_interface.flash_attn_func(q, k, v, **options),
+    ):
+        out, lse = (from_torch(torch, x) for x in result)
+        assert np.isinf(lse[:, :, :10]).all()  # +inf of FlashAttention 2
+        assert_right(out, np.where(np.isposinf(lse), -np.inf, lse), *host, causal=True, window=(20, None))
+    qkv = torch.stack([k, k, v], 2)
+    for module in (flash_attn, flash_attn_interface):
+        assert torch.equal(module.flash_attn_qkvpacked_func(qkv, causal=True), cuflash.attention(k, k, v, causal=True))
+
+
+def test_compat_packed():
+    from cuflash.compat import flash_attn, flash_attn_interface
+
+    lengths = Lengths((5, 0, 130, 17), (40, 3, 130, 64))
+    host = packed_inputs("bfloat16", lengths)
+    q, k, v = on_gpu(*host)
+    ends = [torch.from_numpy(x).cuda() for x in lengths.arrays()[0]]
+    for result in (
+        flash_attn.flash_attn_varlen_func(q, k, v, *ends, 130, 130, causal=True, return_attn_probs=True)[:2],
+        flash_attn.flash_attn_varlen_kvpacked_func(
+            q, torch.stack([k, v], 1), *ends, 130, 130, causal=True, return_attn_probs=True
+        )[:2],
+        flash_attn_interface.flash_attn_varlen_func(q, k, v, *ends, 130, 130, causal=True, return_attn_probs=True),
+    ):
+        assert_right_varlen(*(from_torch(torch, x) for x in result), *host, lengths, causal=True)
+
+
+def test_compat_caches():
+    """New keys are written where they belong; each request as attention on what it has."""
+    from cuflash.compat import flash_attn, flash_attn_interface
+
+    q, k, v = on_gpu(*inputs("bfloat16", batch=3, seqlen_q=2, seqlen_k=300))
+    _, new_k, new_v = on_gpu(*inputs("bfloat16", batch=3, seqlen_q=2, seqlen_k=2, seed=1))
+    lengths = torch.tensor([3, 250, 0], dtype=torch.int32, device="cuda")
+    for module in (flash_attn, flash_attn_interface):
+        k_cache, v_cache = k.clone(), v.clone()
+        out, lse = module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, causal=True, return_softmax_lse=True
+        )
+        for i, length in enumerate(lengths.tolist()):
+            assert torch.equal(k_cache[i, length : length + 2], new_k[i])
+            assert torch.equal(v_cache[i, length : length + 2], new_v[i])
+            host = [
+                from_torch(torch, x) for x in (q[i : i + 1], k_cache[i : i + 1, : length + 2], v_cache[i : i + 1, : length + 2])
+            ]
+            assert_right(from_torch(torch, out[i : i + 1]), from_torch(torch, lse[i : i + 1]), *host, causal=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Host cost
+
+
+def test_host_cost():
+    """Printed, and held to a bound far above what it is, for a noisy machine."""
+    leaves = leaves_of("bfloat16", batch=1, seqlen_q=64)
+    given = [x.detach() for x in leaves]
+    dout = torch.randn_like(given[0])
+    out, lse = cuflash.attention(*given, return_lse=True)
+    compiled = torch.compile(lambda *x: flash.attention(*x, causal=True), backend=compiler(), fullgraph=True)
+
+    def step():
+        torch.autograd.grad(flash.attention(*leaves, causal=True), leaves, dout)
+
+    calls = {
+        "cuflash.attention": lambda: cuflash.attention(*given, causal=True),
+        "cuflash.torch.attention, no gradient": lambda: flash.attention(*given, causal=True),
+        "cuflash.torch.attention": lambda: flash.attention(*leaves, causal=True),
+        "compiled, no gradient": lambda: compiled(*given),
+        "operator": lambda: torch.ops.cuflash.attention(*given, *FLAT),
+        "cuflash.attention_backward": lambda: cuflash.attention_backward(dout, *given, out, lse, causal=True),
+        "forward and backward": step,
+        "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(*(given[0].transpose(1, 2),) * 3, is_causal=True),
+    }
+    took = {}
+    for name, call in calls.items():
+        best = float("inf")
+        for _ in range(7):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(100):
+                call()
+            best = min(best, time.perf_counter() - start)
+        took[name] = best * 1e4
+        print(f"{name}: {took[name]:.1f} us")
+    assert took["cuflash.torch.attention, no gradient"] < took["cuflash.attention"] + 30
