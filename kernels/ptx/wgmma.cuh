@@ -23,11 +23,12 @@ template <int kSize> DEV void wgmma_pin(float (&d)[kSize]) {
 
 // d (64 x N) = a (64 x 16) * b (16 x N), or += where `add`. Thread t of the warpgroup holds d[i] of row t/32*16 + t%32/4 +
 // 8*(i/2%2), column i/4*8 + t%4*2 + i%2; a in registers has the layout of mma_m16n8k16. _ss: a and b in shared memory, both
-// with k contiguous; _ss_trans: b with N contiguous. _rs: a in registers, b with N contiguous. Trap: d and a are off limits
-// until the group has been waited for.
+// with k contiguous; _ss_trans: b with N contiguous. _rs: a in registers, b with N contiguous; _rs_k: b with k contiguous.
+// Trap: d and a are off limits until the group has been waited for.
 template <typename T, int kSize> DEV void wgmma_ss(float (&d)[kSize], u64 a, u64 b, bool add);
 template <typename T, int kSize> DEV void wgmma_ss_trans(float (&d)[kSize], u64 a, u64 b, bool add);
 template <typename T, int kSize> DEV void wgmma_rs(float (&d)[kSize], const u32 (&a)[4], u64 b, bool add);
+template <typename T, int kSize> DEV void wgmma_rs_k(float (&d)[kSize], const u32 (&a)[4], u64 b, bool add);
 
 #define WGMMA_NAMES_24 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
@@ -76,15 +77,18 @@ template <typename T, int kSize> DEV void wgmma_rs(float (&d)[kSize], const u32 
                  b_name ", p, 1, 1, 0, " b_trans ";\n}"                                                                        \
                  : WGMMA_SUMS_##regs : "l"(a), "l"(b), "r"((int)add) : "memory");                                              \
   }
+#define WGMMA_RS(name, T, type, n, regs, r0, r1, r2, r3, r4, r5, b_trans)                                                      \
+  template <> DEV void name<T, regs>(float (&d)[regs], const u32 (&a)[4], u64 b, bool add) {                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\n"                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_NAMES_##regs "}, {" r0 ", " r1       \
+                 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, " b_trans ";\n}"                                                         \
+                 : WGMMA_SUMS_##regs : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add) : "memory");           \
+  }
 #define WGMMA(T, type, n, regs, r0, r1, r2, r3, r4, r5)                                                                        \
   WGMMA_SS(wgmma_ss, T, type, n, regs, r0, r1, r2, "0")                                                                        \
   WGMMA_SS(wgmma_ss_trans, T, type, n, regs, r0, r1, r2, "1")                                                                  \
-  template <> DEV void wgmma_rs<T, regs>(float (&d)[regs], const u32 (&a)[4], u64 b, bool add) {                                \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\n"                                                              \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_NAMES_##regs "}, {" r0 ", " r1       \
-                 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n}"                                                                   \
-                 : WGMMA_SUMS_##regs : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add) : "memory");           \
-  }
+  WGMMA_RS(wgmma_rs, T, type, n, regs, r0, r1, r2, r3, r4, r5, "1")                                                            \
+  WGMMA_RS(wgmma_rs_k, T, type, n, regs, r0, r1, r2, r3, r4, r5, "0")
 #define WGMMA_TYPES(n, regs, ...) WGMMA(half, "f16", n, regs, __VA_ARGS__) WGMMA(bf16, "bf16", n, regs, __VA_ARGS__)
 WGMMA_TYPES(48, 24, "%24", "%25", "%26", "%27", "%28", "%29")
 WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
@@ -96,3 +100,4 @@ WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef WGMMA_TYPES
 #undef WGMMA
 #undef WGMMA_SS
+#undef WGMMA_RS
