@@ -14,41 +14,15 @@
 // product then runs beside the leader's softmax, else while the keys come. Nothing is in flight from one turn of a loop to the
 // next. The running max lags as in fwd_sm90. Not here: values apart from the keys, rows that are not aligned to 16 bytes
 // (decode_sm80). What a tile should cost: docs/decode_sm90.md.
-#include "attn/decode.cuh"
-#include "attn/poison.cuh"
-#include "attn/score.cuh"
-#include "ptx/arrive.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/dependent.cuh"
-#include "ptx/math.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-#include "tile/copy.cuh"
-#include "tile/fragment.cuh"
-#include "tile/pipeline.cuh"
+#include "attn/decode_wgmma.cuh"
 
-using Element = ElementOf<DTYPE>::type;
-
-constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
-constexpr int kHeadDimV = HEAD_DIM_V;
 constexpr int kHalfV = kHeadDimV / 2;           // columns of O of a consumer
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = 2;
-constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
-constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim and kHeadDimV
-constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
-constexpr int kThreads = 384;
 constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;          // 504 by three: all that 168 a thread give a block
-constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
-static_assert(kBlockM == 64 && kBlockN == 64, "rows of a warpgroup; a panel of P");
 static_assert(kHeadDim == 576 && kHeadDimV == 512, "two halves of V of 256 columns, 64 columns past it");
-static_assert(V_IS_K && VEC_BYTES == 16, "values are the first columns of keys, which are copied by 16 bytes");
+static_assert(V_IS_K, "values are the first columns of keys");
 
-using QLayout = PanelLayout<kBlockM, kHeadDim>;
-using KLayout = PanelLayout<kBlockN, kHeadDim>;
-using VLayout = PanelLayout<kBlockN, kHeadDimV>;                // the first panels of the same
-using PLayout = PanelLayout<kBlockM, kBlockN>;
-using HeadScore = Score<SCORE, float>;
+using PLayout = PanelLayout<kBlockM, kBlockN>;  // VLayout: the first panels of KLayout
 
 // Parts of a tile and their panels, in the order in which S takes them.
 constexpr int kPartPanels[2] = {5, 4};
@@ -63,18 +37,6 @@ struct alignas(1024) SharedStorage {
   float inverse[kBlockM];                       // with the last tile of an item: one over the sum of P
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
-
-// One arrival a warp, once all its lanes are there.
-DEV void arrive_warp(u64& barrier) {
-  __syncwarp();
-  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-}
-
-// First element of a packed row in q or out.
-DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& item, int row) {
-  const int group = group_of(p);
-  return item.batch * s.batch + row / group * s.row + (item.head_k * group + row % group) * s.head;
-}
 
 // ------------------------------------------------------------------------------------------------------------------- loading
 
@@ -150,18 +112,7 @@ DEV void load_tiles(SharedStorage& s, const DecodeParams& p) {
 
 // ----------------------------------------------------------------------------------------------------------------- computing
 
-// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
-struct Rows {
-  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
-  float sum[2];                                 // of P over this lane's columns
-};
-using Scores = float[kBlockN / 2];
-using Weights = u32[kBlockN / 16][4];
 using Output = float[kHalfV / 2];
-
-DEV u32 load_shared_word(u32 address) { return *(const u32*)__cvta_shared_to_generic(address); }
-DEV int warp_row() { return (int)(thread_index() % 128 / 32) * 16; }
-DEV int lane_row() { return warp_row() + (int)(thread_index() % 32 / 4); }     // the first of the two
 
 // Starts S = Q K^T over a part of the columns.
 template <int kPart> DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
@@ -173,14 +124,7 @@ template <int kPart> DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
                       descriptor_step(k, panel * KLayout::kPanelBytes + step), kPart > 0 || d > 0);
   }
 }
-// Starts O += P V, or O = P V, of the columns from `v` on; P in registers, or in shared memory.
-DEV void multiply_pv(Output& rO, const Weights& rP, u64 v, bool add) {
-  wgmma_fence();
-  #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_rs<Element>(rO, rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
-  wgmma_commit();
-}
+// Starts O += P V, or O = P V, with P in shared memory.
 DEV void multiply_pv(Output& rO, u64 sP, u64 v, bool add) {
   wgmma_fence();
   #pragma unroll
@@ -188,81 +132,6 @@ DEV void multiply_pv(Output& rO, u64 sP, u64 v, bool add) {
     wgmma_ss_trans<Element>(rO, descriptor_step(sP, key * 32), descriptor_step(v, key * 16 * VLayout::kSwizzleBytes),
                             key > 0 || add);
   wgmma_commit();
-}
-
-// Logits in place of raw products.
-DEV void apply_score(Scores& rS, const HeadScore& score) {
-  if constexpr (!HeadScore::kIsIdentity) {
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
-  }
-}
-
-// -inf where masked.
-DEV void apply_mask(Scores& rS, const DecodeParams& p, const DecodeItem& item, int tile) {
-  const KeyMask mask(p, p.seqlen_q, item.seqlen_k);
-  const int lane_key = tile * kBlockN + (int)(thread_index() % 4) * 2, group = group_of(p);
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int query = (item.row_tile * kBlockM + lane_row() + r * 8) / group;
-    const int begin = mask.key_begin(query) - lane_key, end = mask.key_end(query) - lane_key;
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 4; i++) {
-      const int key = i / 2 * 8 + i % 2;
-      if (key >= end || (kMaskLeft && key < begin)) rS[i / 2 * 4 + r * 2 + i % 2] = -infinity(0.f);
-    }
-  }
-}
-
-// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
-DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
-  float tile_max[2];
-  bool moved = false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = rS[r * 2];
-    #pragma unroll
-    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
-    tile_max[r] = x, alpha[r] = 1.f;
-    // From -inf every logit moves it but -inf, which gives a NaN here.
-    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
-  }
-  if (!__any_sync(0xffffffff, moved)) return false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = tile_max[r], &old = rows.max[r];
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-    x *= exponent_scale;
-    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
-    // A first max finds O and the sum empty.
-    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
-    old = x;
-    rows.sum[r] *= alpha[r];
-  }
-  return true;
-}
-
-// P = exp2(logits - max) in place of the logits.
-DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 4; i++) {
-      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
-      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
-      rows.sum[r] += x;
-    }
-  }
-}
-DEV void pack(Weights& rP, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
-DEV void scale_output(Output& rO, const float (&alpha)[2]) {
-  #pragma unroll
-  for (int i = 0; i < kHalfV / 2; i++) rO[i] *= alpha[i / 2 % 2];
 }
 
 // Keys that exist and that some row of an item does not see: their tiles are looked through for NaN and Inf.
@@ -329,59 +198,6 @@ DEV void take_apart(Output& rO, bool& is_fresh, SharedStorage& s, u32 stage, int
   barrier_sync(kBarrier, kAll);
 }
 
-// Writes a consumer's half of the columns of the 16 rows of a warp, to the outputs or as a part.
-DEV void write_half(const Output& rO, const float (&inverse)[2], const DecodeParams& p, const DecodeItem& item, int half) {
-  struct alignas(8) Pair { float x, y; };
-  const u32 lane = thread_index() % 32;
-  // A row that sees no key, or only logits of -inf, is 0, whatever the values are.
-  const auto result = [&](int i, int r) { return inverse[r] == 0.f ? 0.f : rO[i] * inverse[r]; };
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
-    const bool inside = row < num_rows(p);
-    if (item.slot >= 0) {
-      float* gO = (float*)p.partial_out + (item.slot * kBlockM + row_in_tile) * kHeadDimV + half * kHalfV + lane % 4 * 2;
-      if (!inside) continue;
-      #pragma unroll
-      for (int i = 0; i < kHalfV / 8; i++) *(Pair*)(gO + i * 8) = {result(i * 4 + r * 2, r), result(i * 4 + r * 2 + 1, r)};
-    } else {
-      const int column = half * kHalfV + (int)(lane % 4) * 8;
-      char* gO = (char*)((Element*)p.out + query_offset(p, p.out_strides, item, row) + column);
-      #pragma unroll
-      for (int d = 0; d < kHalfV / 8; d += 4) {
-        u32 word[4];
-        #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int i = (d + j) * 4 + r * 2;
-          word[j] = pack2<Element>(result(i, r), result(i + 1, r));
-        }
-        const Chunk c = transpose_quad(word, lane % 4);
-        const int valid = kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * (int)sizeof(Element);
-        if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(inside, gO + d * 16, c);
-        else if (inside) store_chunk<kOutVecBytes>(gO + d * 16, c, valid);
-      }
-    }
-  }
-}
-
-// Writes the lse of the rows whose sums over all lanes are `sum`.
-DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& p, const DecodeItem& item) {
-  if (thread_index() % 4) return;
-  const int group = group_of(p), end_row = num_rows(p);
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
-    const float lse = sum[r] == 0.f ? -infinity(0.f) : rows.max[r] + log2f(sum[r]);
-    if (row >= end_row) continue;
-    if (item.slot >= 0) {
-      ((float*)p.partial_lse)[item.slot * kBlockM + row_in_tile] = lse;
-    } else if (p.lse) {
-      const int head = item.head_k * group + row % group;
-      ((float*)p.lse)[((i64)item.batch * p.heads_q + head) * p.seqlen_q + row / group] = lse * 0.6931471806f;
-    }
-  }
-}
-
 // The leader, a warpgroup.
 DEV void lead(SharedStorage& s, const DecodeParams& p) {
   const HeadScore score(p);
@@ -430,9 +246,7 @@ DEV void lead(SharedStorage& s, const DecodeParams& p) {
       if (tile == item.begin) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-          sum[r] = rows.sum[r];
-          sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 1);
-          sum[r] += __shfl_xor_sync(0xffffffff, sum[r], 2);
+          sum[r] = sum_of_row(rows.sum[r]);
           inverse[r] = sum[r] == 0.f ? 0.f : rcp_fast(sum[r]);  // no visible key: O is 0
           if (thread_index() % 4 == 0) s.inverse[lane_row() + r * 8] = inverse[r];
         }
@@ -450,7 +264,7 @@ DEV void lead(SharedStorage& s, const DecodeParams& p) {
       arrive_warp(s.free[kv.stage][0]);
     }
     write_lse(rows, sum, p, item);
-    write_half(rO, inverse, p, item, 0);
+    write_output(rO, inverse, p, item, 0);
   }
 }
 
@@ -485,7 +299,7 @@ DEV void follow(SharedStorage& s, const DecodeParams& p) {
       wgmma_pin(rO);
       arrive_warp(s.free[kv.stage][1]);
     }
-    write_half(rO, inverse, p, item, 1);
+    write_output(rO, inverse, p, item, kHalfV);
   }
 }
 

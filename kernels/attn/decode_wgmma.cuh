@@ -1,0 +1,207 @@
+// What decoding by warpgroups shares: items of 64 rows, key tiles of 64, of which a warpgroup has S and P in registers; the max
+// and the sum of rows; results. The running max lags as in fwd_sm90.
+#pragma once
+#include "attn/decode.cuh"
+#include "attn/poison.cuh"
+#include "attn/score.cuh"
+#include "ptx/arrive.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/dependent.cuh"
+#include "ptx/math.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tile/copy.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+
+using Element = ElementOf<DTYPE>::type;
+
+constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
+constexpr int kHeadDimV = HEAD_DIM_V;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
+constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim and kHeadDimV
+constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
+constexpr int kThreads = 384;                   // a warpgroup that loads, two that compute
+constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
+static_assert(kBlockM == 64 && kBlockN == 64, "rows of a warpgroup; a panel of P");
+static_assert(VEC_BYTES == 16, "rows are copied by 16 bytes");
+
+using QLayout = PanelLayout<kBlockM, kHeadDim>;
+using KLayout = PanelLayout<kBlockN, kHeadDim>;
+using VLayout = PanelLayout<kBlockN, kHeadDimV>;
+using HeadScore = Score<SCORE, float>;
+
+// One arrival a warp, once all its lanes are there.
+DEV void arrive_warp(u64& barrier) {
+  __syncwarp();
+  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
+// First element of a packed row in q or out.
+DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& item, int row) {
+  const int group = group_of(p);
+  return item.batch * s.batch + row / group * s.row + (item.head_k * group + row % group) * s.head;
+}
+
+// ----------------------------------------------------------------------------------------------------------------- computing
+
+// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
+struct Rows {
+  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
+  float sum[2];                                 // of P over this lane's columns
+};
+using Scores = float[kBlockN / 2];
+using Weights = u32[kBlockN / 16][4];
+
+DEV u32 load_shared_word(u32 address) { return *(const u32*)__cvta_shared_to_generic(address); }
+DEV int warp_row() { return (int)(thread_index() % 128 / 32) * 16; }
+DEV int lane_row() { return warp_row() + (int)(thread_index() % 32 / 4); }     // the first of the two
+
+// Logits in place of raw products.
+DEV void apply_score(Scores& rS, const HeadScore& score) {
+  if constexpr (!HeadScore::kIsIdentity) {
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
+  }
+}
+
+// -inf where masked.
+DEV void apply_mask(Scores& rS, const DecodeParams& p, const DecodeItem& item, int tile) {
+  const KeyMask mask(p, p.seqlen_q, item.seqlen_k);
+  const int lane_key = tile * kBlockN + (int)(thread_index() % 4) * 2, group = group_of(p);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int query = (item.row_tile * kBlockM + lane_row() + r * 8) / group;
+    const int begin = mask.key_begin(query) - lane_key, end = mask.key_end(query) - lane_key;
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      const int key = i / 2 * 8 + i % 2;
+      if (key >= end || (kMaskLeft && key < begin)) rS[i / 2 * 4 + r * 2 + i % 2] = -infinity(0.f);
+    }
+  }
+}
+
+// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
+DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
+  float tile_max[2];
+  bool moved = false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = rS[r * 2];
+    #pragma unroll
+    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
+    tile_max[r] = x, alpha[r] = 1.f;
+    // From -inf every logit moves it but -inf, which gives a NaN here.
+    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
+  }
+  if (!__any_sync(0xffffffff, moved)) return false;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float x = tile_max[r], &old = rows.max[r];
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x *= exponent_scale;
+    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
+    // A first max finds O and the sum empty.
+    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
+    old = x;
+    rows.sum[r] *= alpha[r];
+  }
+  return true;
+}
+
+// P = exp2(logits - max) in place of the logits.
+DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
+    #pragma unroll
+    for (int i = 0; i < kBlockN / 4; i++) {
+      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
+      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
+      rows.sum[r] += x;
+    }
+  }
+}
+DEV void pack(Weights& rP, const Scores& rS) {
+  #pragma unroll
+  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
+}
+
+template <int kSize> DEV void scale_output(float (&rO)[kSize], const float (&alpha)[2]) {
+  #pragma unroll
+  for (int i = 0; i < kSize; i++) rO[i] *= alpha[i / 2 % 2];
+}
+
+// Starts O += P V, or O = P V, of the columns from `v` on; P in registers.
+template <int kSize> DEV void multiply_pv(float (&rO)[kSize], const Weights& rP, u64 v, bool add) {
+  wgmma_fence();
+  #pragma unroll
+  for (int key = 0; key < kBlockN / 16; key++)
+    wgmma_rs<Element>(rO, rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
+  wgmma_commit();
+}
+
+// ------------------------------------------------------------------------------------------------------------------- results
+
+// The sum over the four lanes of a row.
+DEV float sum_of_row(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
+// Writes the columns from `first_column` on of the 16 rows of a warp, to the outputs or as a part.
+template <int kSize>
+DEV void write_output(const float (&rO)[kSize], const float (&inverse)[2], const DecodeParams& p, const DecodeItem& item,
+                      int first_column) {
+  struct alignas(8) Pair { float x, y; };
+  const u32 lane = thread_index() % 32;
+  // A row that sees no key, or only logits of -inf, is 0, whatever the values are.
+  const auto result = [&](int i, int r) { return inverse[r] == 0.f ? 0.f : rO[i] * inverse[r]; };
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
+    const bool inside = row < num_rows(p);
+    if (item.slot >= 0) {
+      float* gO = (float*)p.partial_out + (item.slot * kBlockM + row_in_tile) * kHeadDimV + first_column + lane % 4 * 2;
+      if (!inside) continue;
+      #pragma unroll
+      for (int i = 0; i < kSize / 4; i++) *(Pair*)(gO + i * 8) = {result(i * 4 + r * 2, r), result(i * 4 + r * 2 + 1, r)};
+    } else {
+      const int column = first_column + (int)(lane % 4) * 8;
+      char* gO = (char*)((Element*)p.out + query_offset(p, p.out_strides, item, row) + column);
+      #pragma unroll
+      for (int d = 0; d < kSize / 4; d += 4) {
+        u32 word[4];
+        #pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const int i = (d + j) * 4 + r * 2;
+          word[j] = pack2<Element>(result(i, r), result(i + 1, r));
+        }
+        const Chunk c = transpose_quad(word, lane % 4);
+        const int valid = kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * (int)sizeof(Element);
+        if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(inside, gO + d * 16, c);
+        else if (inside) store_chunk<kOutVecBytes>(gO + d * 16, c, valid);
+      }
+    }
+  }
+}
+
+// Writes the lse of the rows whose sums over all lanes are `sum`.
+DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& p, const DecodeItem& item) {
+  if (thread_index() % 4) return;
+  const int group = group_of(p), end_row = num_rows(p);
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row_in_tile = lane_row() + r * 8, row = item.row_tile * kBlockM + row_in_tile;
+    const float lse = sum[r] == 0.f ? -infinity(0.f) : rows.max[r] + log2f(sum[r]);
+    if (row >= end_row) continue;
+    if (item.slot >= 0) {
+      ((float*)p.partial_lse)[item.slot * kBlockM + row_in_tile] = lse;
+    } else if (p.lse) {
+      const int head = item.head_k * group + row % group;
+      ((float*)p.lse)[((i64)item.batch * p.heads_q + head) * p.seqlen_q + row / group] = lse * 0.6931471806f;
+    }
+  }
+}
