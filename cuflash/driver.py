@@ -30,20 +30,20 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
 class EarlyLaunch:
     """A launch of one kernel, which may start while the kernel before it in the stream ends, and waits for that end itself by
-    griddepcontrol.wait (CUDA: programmatic dependent launch, from compute capability 9.0 on). Called as CuPy's launchKernel,
-    by one thread at a time.
+    griddepcontrol.wait (CUDA: programmatic dependent launch, from compute capability 9.0 on). It is made with the first of the
+    arguments of CuPy's launchKernel and called with the others, by one thread at a time.
     """
 
-    def __init__(self):
+    def __init__(self, function, grid_x, grid_y, grid_z, block_x, block_y, block_z, smem_bytes):
+        self._function = function
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self._config = _LaunchConfig(attributes=ctypes.pointer(self._attribute), num_attributes=1)
+        self._config = _LaunchConfig((grid_x, grid_y, grid_z), (block_x, block_y, block_z), smem_bytes,
+                                     attributes=ctypes.pointer(self._attribute), num_attributes=1)
         self._address = ctypes.addressof(self._config)
         self._launch = library().cuLaunchKernelEx
 
-    def __call__(self, function, grid_x, grid_y, grid_z, block_x, block_y, block_z, smem_bytes, stream, argv, extra) -> None:
-        config = self._config
-        config.grid[:], config.block[:] = (grid_x, grid_y, grid_z), (block_x, block_y, block_z)
-        config.smem_bytes, config.stream = smem_bytes, stream
-        status = self._launch(self._address, function, argv, extra or None)
+    def __call__(self, stream, argv, extra) -> None:
+        self._config.stream = stream
+        status = self._launch(self._address, self._function, argv, extra or None)
         if status:
             raise RuntimeError(f"cuLaunchKernelEx failed with {status}")

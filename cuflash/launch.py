@@ -288,9 +288,10 @@ class Launch:
         self._params[:params.nbytes] = params.tobytes()
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._pack = struct.Struct(f"={num_pointers}Q").pack_into
-        self._calls = [(EarlyLaunch() if early and kernel.starts_early else launchKernel,
-                        (variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes))
-                       for (kernel, grid), variant in zip(steps, loaded)]
+        self._calls = []                # (launch, its first arguments)
+        for (kernel, grid), variant in zip(steps, loaded):
+            args = (variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
+            self._calls.append((EarlyLaunch(*args), ()) if early and kernel.starts_early else (launchKernel, args))
         self._argv_address = ctypes.addressof(self._argv)
 
     def __call__(self, stream: int, *pointers: int) -> None:
