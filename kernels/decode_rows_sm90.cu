@@ -109,13 +109,17 @@ DEV void fetch_q(QueryRows& rQ, const SharedStorage& s) {
     ldmatrix_x4(rQ.step[d], shared_address(s.sQ) + QLayout::offset(warp_row() + lane % 16, d * 2 + lane / 16));
 }
 
-// Starts S = Q K^T.
-DEV void multiply_qk(Scores& rS, const QueryRows& rQ, u64 q, u64 k) {
+// Starts S = Q K^T. `nothing` is 0, which the compiler does not know: of operands that only wgmma reads, ptxas (12.9, 13.0) forgot
+// that a loop keeps them and gave their registers to P.
+DEV void multiply_qk(Scores& rS, const QueryRows& rQ, u32 nothing, u64 q, u64 k) {
+  u32 operands[kKeepsQ ? kHeadDim / 16 : 1][4];
+  #pragma unroll
+  for (int i = 0; kKeepsQ && i < kHeadDim / 4; i++) operands[i / 4][i % 4] = rQ.step[i / 4][i % 4] ^ nothing;
   wgmma_fence();
   #pragma unroll
   for (int d = 0; d < kHeadDim / 16; d++) {
     const u64 k_step = descriptor_step(k, d / 4 * KLayout::kPanelBytes + d % 4 * 32);
-    if constexpr (kKeepsQ) wgmma_rs_k<Element>(rS, rQ.step[d], k_step, d > 0);
+    if constexpr (kKeepsQ) wgmma_rs_k<Element>(rS, operands[d], k_step, d > 0);
     else wgmma_ss<Element>(rS, descriptor_step(q, d / 4 * QLayout::kPanelBytes + d % 4 * 32), k_step, d > 0);
   }
   wgmma_commit();
@@ -244,7 +248,7 @@ DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
       const u32 stage = uniform(kv.stage * 2 + consumer);
       mbarrier_wait(shared_address(&s.k_ready[stage]), kv.phase);
       fence_async_proxy();
-      multiply_qk(rS, rQ, descriptor_step(q, stage / kStages * 16), descriptor_step(k, stage * KLayout::kBytes));
+      multiply_qk(rS, rQ, stage / kStages, descriptor_step(q, stage / kStages * 16), descriptor_step(k, stage * KLayout::kBytes));
       wgmma_wait<0>();
       wgmma_pin(rS);
       arrive_warp(s.k_free[stage]);
