@@ -153,54 +153,123 @@ def _sm80(problem: DecodeProblem, device: Device, refused) -> Config:
 
 # --------------------------------------------------------------------------------------------------------------- sm90
 
-_SM90_HEAD_DIM, _SM90_HEAD_DIM_V = MAX_CACHE_HEAD_DIMS
 _SM90_BLOCK_M = 64                  # rows of one wgmma
-_SM90_BLOCK_N = 64                  # keys: two stages, Q and P take all shared memory but 2 KiB
-_SM90_STAGES = 2
+_SM90_BLOCK_N = 64                  # keys: a panel of P
 _SM90_THREADS = 384                 # a warpgroup that loads, two that compute
 _SM90_FACTS = 1024                  # barriers and facts of rows, in whole alignments of the tiles
-
-
-def _sm90_smem() -> int:
-    """Bytes of SharedStorage of kernels/decode_sm90.cu: keys, which hold the values, Q, P, barriers and facts of rows."""
-    keys = _SM90_STAGES * _SM90_BLOCK_N * _SM90_HEAD_DIM
-    return 2 * (keys + _SM90_BLOCK_M * _SM90_HEAD_DIM + _SM90_BLOCK_M * _SM90_BLOCK_N) + _SM90_FACTS
+# Up to so many rows of a key head decode_sm80 reads the cache as fast as memory gives it; beyond, mma.sync is too slow for that.
+_SM80_FAST_ROWS = 32
 
 
 def _refuse_sm90(problem: DecodeProblem, device: Device) -> str | None:
     if (reason := not_16_bit(problem) or not_hopper(device)) is not None:
         return reason
-    if not problem.v_is_k:
-        return "values must be the first columns of the keys, v_cache = k_cache[..., :head_dim_v]"
-    if min(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
-        return f"made for head_dim and head_dim_v above {MAX_HEAD_DIM}; got {problem.head_dim} and {problem.head_dim_v}"
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
+    if is_wide and not problem.v_is_k:
+        return (f"with head_dim or head_dim_v above {MAX_HEAD_DIM} values must be the first columns of the keys, "
+                "v_cache = k_cache[..., :head_dim_v]")
+    if is_wide and min(problem.head_dim, problem.head_dim_v) <= MAX_HEAD_DIM:
+        return (f"made for head_dim and head_dim_v both above {MAX_HEAD_DIM} or both not; got {problem.head_dim} and "
+                f"{problem.head_dim_v}")
     if problem.alignment < 16:
         return "addresses and strides of q, the caches, k and v must be multiples of 16 bytes"
-    if _sm90_smem() > device.smem_optin:
+    if not is_wide and problem.rows <= _SM80_FAST_ROWS:
+        return (f"made for more than {_SM80_FAST_ROWS} query rows a key head, up to which sm80 is as fast as memory; got "
+                f"{problem.rows}")
+    if (_latent_smem() > device.smem_optin) if is_wide else (_rows_tile(problem, device) is None):
         return no_tile(problem, device)
     return None
 
 
 def _sm90(problem: DecodeProblem, device: Device, refused) -> Config:
-    smem = _sm90_smem()
-    out_vec = vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v)
-    is_whole = (problem.head_dim, problem.head_dim_v) == MAX_CACHE_HEAD_DIMS
-    constants = {
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM
+    return (_latent_sm90 if is_wide else _rows_sm90)(problem, device, refused)
+
+
+def _sm90_constants(problem: DecodeProblem, head_dim: int, head_dim_v: int, smem: int) -> dict[str, int]:
+    return {
         **_shared_constants(problem),
-        "HEAD_DIM": _SM90_HEAD_DIM, "HEAD_DIM_V": _SM90_HEAD_DIM_V, "WHOLE_HEADS": int(is_whole),
-        "BLOCK_M": _SM90_BLOCK_M, "BLOCK_N": _SM90_BLOCK_N, "SMEM_BYTES": smem, "VEC_BYTES": 16, "OUT_VEC_BYTES": out_vec,
+        "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
+        "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
+        "BLOCK_M": _SM90_BLOCK_M, "BLOCK_N": _SM90_BLOCK_N, "SMEM_BYTES": smem, "VEC_BYTES": 16,
+        "OUT_VEC_BYTES": vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v),
     }
+
+
+def _sm90_config(kernel: str, constants: dict[str, int], device: Device, reasons, refused) -> Config:
+    smem = constants["SMEM_BYTES"]
     reasons = (
-        f"block_m = {_SM90_BLOCK_M}  # rows of one wgmma; {problem.rows} query rows read a key head",
-        f"block_n = {_SM90_BLOCK_N}  # keys, whose first columns are the values: {_SM90_STAGES} stages, Q and P fill the memory",
+        *reasons,
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
-        f"head_dim = {_SM90_HEAD_DIM}, head_dim_v = {_SM90_HEAD_DIM_V}  # {problem.head_dim} and {problem.head_dim_v}, padded; "
-        "each of two warpgroups has half of the columns of O",
-        f"out_vec_bytes = {out_vec}  # divides every address and every row of out",
+        f"out_vec_bytes = {constants['OUT_VEC_BYTES']}  # divides every address and every row of out",
         _max_blocks_reason(device.num_sms, device),
     )
-    return Config("decode_sm90", tuple(sorted(constants.items())), _SM90_THREADS, smem, "sm90", _SM90_BLOCK_M, _SM90_BLOCK_N, 1,
+    return Config(kernel, tuple(sorted(constants.items())), _SM90_THREADS, smem, "sm90", _SM90_BLOCK_M, _SM90_BLOCK_N, 1,
                   reasons, refused, max_blocks=device.num_sms)
+
+
+_LATENT_HEAD_DIM, _LATENT_HEAD_DIM_V = MAX_CACHE_HEAD_DIMS
+_LATENT_STAGES = 2                  # with Q and P they take all shared memory but 2 KiB
+
+
+def _latent_smem() -> int:
+    """Bytes of SharedStorage of kernels/decode_sm90.cu: keys, which hold the values, Q, P, barriers and facts of rows."""
+    keys = _LATENT_STAGES * _SM90_BLOCK_N * _LATENT_HEAD_DIM
+    return 2 * (keys + _SM90_BLOCK_M * _LATENT_HEAD_DIM + _SM90_BLOCK_M * _SM90_BLOCK_N) + _SM90_FACTS
+
+
+def _latent_sm90(problem: DecodeProblem, device: Device, refused) -> Config:
+    reasons = (
+        f"block_m = {_SM90_BLOCK_M}  # rows of one wgmma; {problem.rows} query rows read a key head",
+        f"block_n = {_SM90_BLOCK_N}  # keys, whose first columns are the values: {_LATENT_STAGES} stages, Q and P fill "
+        "the memory",
+        f"head_dim = {_LATENT_HEAD_DIM}, head_dim_v = {_LATENT_HEAD_DIM_V}  # {problem.head_dim} and {problem.head_dim_v}, "
+        "padded; each of two warpgroups has half of the columns of O",
+    )
+    constants = _sm90_constants(problem, _LATENT_HEAD_DIM, _LATENT_HEAD_DIM_V, _latent_smem())
+    return _sm90_config("decode_sm90", constants, device, reasons, refused)
+
+
+_ROWS_STAGES = (6, 4, 2)            # as many as fit; each warpgroup that computes has half of them
+_ROWS_JOIN_COLUMNS = 64             # of O, that one warpgroup hands to the other at a time
+_ROWS_REGISTERS_OF_Q_AND_O = 96     # of a thread: with S and P they leave the others enough
+
+
+class _RowsTile(NamedTuple):
+    head_dim: int
+    head_dim_v: int
+    keeps_q: bool           # Q stays in registers
+    stages: int
+    smem: int
+
+
+def _rows_tile(problem: DecodeProblem, device: Device) -> _RowsTile | None:
+    """The tile of decode_rows_sm90; None if none fits."""
+    head_dim, head_dim_v = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    keeps_q = head_dim // 4 + head_dim_v // 2 <= _ROWS_REGISTERS_OF_Q_AND_O
+    for stages in _ROWS_STAGES:
+        # SharedStorage of kernels/decode_rows_sm90.cu: K and V of the stages, Q; columns of O; barriers and facts of rows.
+        tiles = 2 * (stages * _SM90_BLOCK_N * (head_dim + head_dim_v) + _SM90_BLOCK_M * head_dim)
+        smem = tiles + 4 * _SM90_BLOCK_M * _ROWS_JOIN_COLUMNS + _SM90_FACTS
+        if smem <= device.smem_optin:
+            return _RowsTile(head_dim, head_dim_v, keeps_q, stages, smem)
+    return None
+
+
+def _rows_sm90(problem: DecodeProblem, device: Device, refused) -> Config:
+    tile = _rows_tile(problem, device)
+    constants = _sm90_constants(problem, tile.head_dim, tile.head_dim_v, tile.smem)
+    constants |= {"STAGES": tile.stages, "KEEPS_Q": int(tile.keeps_q)}
+    kept = "they leave registers for it" if tile.keeps_q else "they leave no registers for it"
+    reasons = (
+        f"block_m = {_SM90_BLOCK_M}  # rows of one wgmma; {problem.rows} query rows read a key head",
+        f"block_n = {_SM90_BLOCK_N}  # keys of a tile; two warpgroups take the tiles in turns",
+        f"stages = {tile.stages}  # as many key tiles on their way as fit, up to {_ROWS_STAGES[0]}; half for each warpgroup",
+        f"keeps_q = {int(tile.keeps_q)}  # Q in registers spares shared memory its reads; beside O, {kept}",
+        f"head_dim = {tile.head_dim}, head_dim_v = {tile.head_dim_v}  # {problem.head_dim} and {problem.head_dim_v} in whole "
+        "groups of 64",
+    )
+    return _sm90_config("decode_rows_sm90", constants, device, reasons, refused)
 
 
 # --------------------------------------------------------------------------------------------------------------- simt

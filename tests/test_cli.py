@@ -935,7 +935,7 @@ def test_info_table(no_gpu):
     ways = len(features["decode"])
     for dtype, lines_of in (("float16", forward), ("bfloat16", backward)):
         wide = [dtype, "257-576", *["simt"] * (ways - 1), "sm90"]
-        assert lines_of[-2:] == [[dtype, "1-256", *["sm80"] * ways], wide]
+        assert lines_of[-2:] == [[dtype, "1-256", *["sm80"] * (ways - 2), "sm90", "sm80"], wide]
         del lines_of[-2:]
     tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["forward"]]
     assert forward[0] == ["float16", "1-256", *tiers] and backward[0] == ["bfloat16", "1-256", *tiers]
@@ -1067,7 +1067,7 @@ def test_explain_says_why(no_gpu):
             ["rows", "dq_sum", "turns"],
         ),
         (("--decode", "--seqlen-q", 1), ["decode_sm80", "decode_combine"], ["partial_out", "partial_lse"]),
-        (("--decode", "--num-splits", 1, "--page-size", 16, "--append", 2), ["decode_sm80"], []),
+        (("--decode", "--num-splits", 1, "--page-size", 16, "--append", 2), ["decode_rows_sm90"], []),
         (
             ("--decode", "--latent", "--head-dim", 576, "--head-dim-v", 512, "--num-splits", 3),
             ["decode_sm90", "decode_combine"],

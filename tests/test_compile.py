@@ -18,7 +18,7 @@ from cuflash.config import DEVICES, choose, kernels_of
 from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Problem
 
 CALLS = ("bwd", "decode", "fwd")
-TIERED = tuple(sorted(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))
+TIERED = tuple(sorted(("decode_rows_sm90", *(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))))
 KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "merge", "varlen_tiles")))
 OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
 SIXTEEN_BIT = ("float16", "bfloat16")
@@ -292,9 +292,22 @@ def tensor_core_decode_groups(arch):
 
 
 def hopper_decode_groups(arch):
-    """The same for decode_sm90: no variant spills."""
+    """The same for decode_sm90 and decode_rows_sm90: no variant spills."""
     if arch != "sm_90":
         return
+    for head_dim, mask, score in itertools.product((64, 128, 256), MASKS, SCORES):
+        yield f"decoding of many rows, {head_dim}", decode("bfloat16", head_dim, mask=mask, score=score, rows=64), True
+    for dtype, head_dim, way in itertools.product(SIXTEEN_BIT, (64, 128), WAYS):
+        yield f"ways of decoding many rows, {head_dim}", decode(dtype, head_dim, mask="causal", rows=64, **WAYS[way]), True
+    for (head_dim, head_dim_v), way in itertools.product(itertools.product((64, 128, 192, 256), repeat=2), ("pages", "splits")):
+        if head_dim != head_dim_v:
+            stated = decode("bfloat16", head_dim, head_dim_v, "window", rows=64, **APPENDS | WAYS[way])
+            yield f"many rows of other head dims, {head_dim}", stated, True
+    for (head_dim, head_dim_v), out in itertools.product(((40, 72), (100, 128), (136, 200)), (2, 4, 8, 16)):
+        stated = decode("float16", head_dim, head_dim_v, "causal", rows=64, out_alignment=out, **APPENDS | SPLITS)
+        yield "many rows of padded head dims", stated, True
+    for head_dim, head_dim_v in ((128, 64), (256, 256)):
+        yield "many rows of values that are keys", latent("bfloat16", head_dim, head_dim_v, "causal", rows=64, **APPENDS), True
     for mask, score in itertools.product(MASKS, SCORES):
         yield "latent decoding", latent(mask=mask, score=score), True
     for dtype, way in itertools.product(SIXTEEN_BIT, WAYS):
@@ -378,7 +391,14 @@ def some_variants() -> dict[str, config.Kernel]:
     """A variant of each kernel."""
     made, device = {}, DEVICES["sm_90"]
     for tier, stated in itertools.product(
-        config.TIERS, (problem("float16", 32), backward("float16", 32, varlen=True), decode("float16", 32), latent("float16"))
+        config.TIERS,
+        (
+            problem("float16", 32),
+            backward("float16", 32, varlen=True),
+            decode("float16", 32),
+            decode("float16", 32, rows=64),
+            latent("float16"),
+        ),
     ):
         if config.refusal(tier, stated, device) is None:
             made |= {kernel.kernel: kernel for kernel in kernels_of(stated, choose(stated, device, tier))}
@@ -445,7 +465,7 @@ def test_the_variants_meet_every_value_of_every_constant():
         assert values[kernel, "SCORE"] == {0, 1, 2}
         assert values[kernel, "MASK_LEFT"] == values[kernel, "MASK_RIGHT"] == {0, 1}
         assert values[kernel, "VARLEN"] == ({0} if kernel in OF_DECODING else {0, 1})
-        if kernel == "decode_sm90":
+        if kernel in ("decode_sm90", "decode_rows_sm90"):
             assert values[kernel, "VEC_BYTES"] == {16}
         elif kernel.endswith("sm90"):  # TMA takes whole rows
             assert (kernel, "VEC_BYTES") not in values
@@ -473,11 +493,14 @@ def test_the_variants_meet_every_value_of_every_constant():
             assert values[kernel, name] == {0, 1}
         assert values[kernel, "V_IS_K"] == ({1} if kernel == "decode_sm90" else {0, 1})
         assert values[kernel, "OUT_VEC_BYTES"] == {2, 4, 8, 16}
-        assert values[kernel, "DTYPE"] == ({0, 1} if kernel in ("decode_sm80", "decode_sm90") else {0, 1, 2, 3})
+        assert values[kernel, "DTYPE"] == ({0, 1, 2, 3} if kernel in ("decode_simt", "decode_combine") else {0, 1})
     assert values["decode_sm80", "HEAD_DIM"] == values["decode_sm80", "HEAD_DIM_V"] == set(range(32, 257, 32))
     assert values["decode_sm80", "BLOCK_M"] == {16, 32, 64} and values["decode_simt", "BLOCK_M"] == {1, 2, 4, 8}
     assert values["decode_simt", "HEAD_DIM_V"] == {32, 64, 128, 256, 384, 512}
-    assert values["decode_sm80", "WHOLE_HEADS"] == values["decode_sm90", "WHOLE_HEADS"] == {0, 1}
+    for kernel in ("decode_sm80", "decode_sm90", "decode_rows_sm90"):
+        assert values[kernel, "WHOLE_HEADS"] == {0, 1}
+    assert values["decode_rows_sm90", "HEAD_DIM"] == values["decode_rows_sm90", "HEAD_DIM_V"] == {64, 128, 192, 256}
+    assert values["decode_rows_sm90", "STAGES"] == {2, 4, 6} and values["decode_rows_sm90", "KEEPS_Q"] == {0, 1}
     assert values["bwd_simt", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     for kernel in ("bwd_simt", "bwd_delta", "bwd_cast"):
         assert values[kernel, "DTYPE"] == {0, 1, 2, 3}
@@ -543,12 +566,14 @@ def test_instructions_of_one_arch_need_its_name(kernel):
     "kernel, head_dim",
     [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)]
     + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)]
+    + [("decode_rows_sm90", head_dim) for head_dim in (64, 128, 192, 256)]
     + [("decode_sm90", 512)],
 )
 def test_registers_that_warpgroups_hand_over_are_those_of_the_launch(kernel, head_dim):
     """A warpgroup that asks for more registers than a block has left waits for ever; a count must be a multiple of 8."""
-    call, _, tier = kernel.partition("_")
-    chosen = choose({"fwd": problem, "bwd": backward, "decode": latent}[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
+    call, _, tier = kernel.rpartition("_")
+    stated_of = {"fwd": problem, "bwd": backward, "decode": latent, "decode_rows": functools.partial(decode, rows=64)}
+    chosen = choose(stated_of[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
     assert chosen.kernel == kernel
     constants = launch.kernel_constants(chosen)
     ptx = jit.build(kernel, constants, "compute_90a").cubin.decode()

@@ -26,6 +26,10 @@ def latent(dtype="float16", head_dim=576, head_dim_v=512, **changes) -> DecodePr
     return problem(dtype, head_dim, head_dim_v, **dict(heads_q=128, heads_k=1, v_is_k=True) | changes)
 
 
+def many_rows(dtype="float16", head_dim=128, head_dim_v=None, **changes) -> DecodeProblem:
+    return problem(dtype, head_dim, head_dim_v, **dict(heads_q=320) | changes)
+
+
 def constants_of(made: Config) -> dict[str, int]:
     return dict(made.constants)
 
@@ -35,9 +39,10 @@ COMMON = {
     "HEAD_DIM", "HEAD_DIM_V", "VEC_BYTES", "OUT_VEC_BYTES", "SMEM_BYTES",
 }  # fmt: skip
 OWN = {
-    "sm90": {"WHOLE_HEADS"},
-    "sm80": {"WHOLE_HEADS", "MTILES", "WARPS_M", "WARPS_N", "GROUP_KEYS", "KEEPS_Q", "STAGES", "MERGE_COLS"},
-    "simt": {"WARPS", "KEYS", "CHUNK_K", "CHUNK_V", "STAGES", "MIN_BLOCKS"},
+    "decode_sm90": {"WHOLE_HEADS"},
+    "decode_rows_sm90": {"WHOLE_HEADS", "KEEPS_Q", "STAGES"},
+    "decode_sm80": {"WHOLE_HEADS", "MTILES", "WARPS_M", "WARPS_N", "GROUP_KEYS", "KEEPS_Q", "STAGES", "MERGE_COLS"},
+    "decode_simt": {"WARPS", "KEYS", "CHUNK_K", "CHUNK_V", "STAGES", "MIN_BLOCKS"},
 }
 OF_COMBINE = COMMON - {"SCORE", "HEAD_DIM", "VEC_BYTES", "SMEM_BYTES"} | {"THREADS"}
 
@@ -45,9 +50,9 @@ OF_COMBINE = COMMON - {"SCORE", "HEAD_DIM", "VEC_BYTES", "SMEM_BYTES"} | {"THREA
 def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
     """What must hold for any config, whoever chose its numbers."""
     constants = constants_of(made)
-    assert made.tier in TIERS and made.kernel == f"decode_{made.tier}"
+    assert made.tier in TIERS and made.kernel in OWN and made.kernel.endswith(f"_{made.tier}")
     assert (jit.kernels_dir() / f"{made.kernel}.cu").is_file()
-    assert made.constants == tuple(sorted(made.constants)) and set(constants) == COMMON | OWN[made.tier]
+    assert made.constants == tuple(sorted(made.constants)) and set(constants) == COMMON | OWN[made.kernel]
     assert all(type(value) is int for value in constants.values())
     assert 0 < made.smem_bytes == constants["SMEM_BYTES"] <= device.smem_optin
     assert (made.block_m, made.block_n) == (constants["BLOCK_M"], constants["BLOCK_N"])
@@ -77,7 +82,14 @@ def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
         itemsize = {"float32": 4, "float64": 8}.get(stated.dtype, 2)
         assert stated.head_dim * itemsize % constants["VEC_BYTES"] == stated.head_dim_v * itemsize % constants["VEC_BYTES"] == 0
     else:
-        assert made.threads == 384 and made.block_m == made.block_n == 64 and stated.v_is_k
+        assert made.threads == 384 and made.block_m == made.block_n == 64
+        padded = (constants["HEAD_DIM"], constants["HEAD_DIM_V"])
+        assert constants["WHOLE_HEADS"] == ((stated.head_dim, stated.head_dim_v) == padded)
+        if made.kernel == "decode_sm90":
+            assert stated.v_is_k and min(stated.head_dim, stated.head_dim_v) > 256
+        else:
+            assert stated.rows > 32 and max(padded) <= 256 and constants["HEAD_DIM"] % 64 == constants["HEAD_DIM_V"] % 64 == 0
+            assert constants["STAGES"] in (2, 4, 6) and constants["KEEPS_Q"] in (0, 1)
         assert made.is_accelerated and device.compute_capability == (9, 0) and constants["VEC_BYTES"] == 16
     assert made.reasons and all("#" in reason and len(reason.split("#")[1]) > 5 for reason in made.reasons)
     for number in (made.block_m, made.block_n, made.smem_bytes, made.max_blocks):
@@ -114,12 +126,19 @@ def test_which_tier_takes_what():
             tensor_cores = dtype == "float16" and device.compute_capability >= (7, 5)
             tensor_cores |= dtype == "bfloat16" and device.compute_capability >= (8, 0)
             assert choose(problem(dtype, head_dim), device).tier == ("sm80" if tensor_cores else "simt")
+            for rows in (32, 33, 64, 500):
+                is_many = arch == "sm_90" and tensor_cores and rows > 32
+                expected = "sm90" if is_many else "sm80" if tensor_cores else "simt"
+                made = choose(problem(dtype, head_dim, seqlen_q=rows, heads_q=8), device)
+                assert made.tier == expected and (made.kernel == "decode_rows_sm90") == is_many
         wide = choose(latent(), device).tier
         assert wide == ("sm90" if arch == "sm_90" else "simt")
     assert choose(problem(head_dim=257), H200).tier == choose(problem(head_dim_v=512), H200).tier == "simt"
     assert choose(latent(v_is_k=False), H200).tier == choose(latent(alignment=8), H200).tier == "simt"
     assert choose(latent(head_dim_v=256), H200).tier == "simt"
-    assert choose(latent(head_dim=320, head_dim_v=320), H200).tier == "sm90"
+    assert choose(latent(head_dim=320, head_dim_v=320), H200).kernel == choose(latent(), H200).kernel == "decode_sm90"
+    assert choose(latent(head_dim=128, head_dim_v=64), H200).kernel == "decode_rows_sm90"
+    assert choose(problem(seqlen_q=16, alignment=8), H200).tier == "sm80"
 
 
 @pytest.mark.parametrize(
@@ -127,8 +146,12 @@ def test_which_tier_takes_what():
     [
         (problem("float32"), H200, "tier sm90: tensor cores take float16 and bfloat16; float32 would be rounded"),
         (latent(), DEVICES["sm_100"], "tier sm90: needs compute capability 9.0"),
-        (problem(), H200, r"tier sm90: values must be the first columns of the keys, v_cache = k_cache\[..., :head_dim_v\]"),
-        (latent(head_dim_v=128), H200, "tier sm90: made for head_dim and head_dim_v above 256; got 576 and 128"),
+        (problem(), H200, "tier sm90: made for more than 32 query rows a key head, up to which sm80 is as fast as memory; got 4"),
+        (problem(seqlen_q=8), H200, "tier sm90: made for more than 32 query rows a key head, .*; got 32"),
+        (problem(seqlen_q=9, alignment=4), H200, "tier sm90: addresses and strides .* must be multiples of 16 bytes"),
+        (problem(seqlen_q=9), limited(H200, 64), "tier sm90: no tile for head_dim 128 and 128 fits the 65536 bytes"),
+        (problem(head_dim=257), H200, r"tier sm90: .* above 256 values must be the first columns .* k_cache\[..., :head_dim_v\]"),
+        (latent(head_dim_v=128), H200, "tier sm90: made for head_dim and head_dim_v both above 256 or both not; got 576 and 128"),
         (latent(alignment=8), H200, "tier sm90: addresses and strides .* must be multiples of 16 bytes"),
         (latent(), limited(H200, 163), "tier sm90: no tile for head_dim 576 and 512 fits the 166912 bytes"),
         (latent(), H200, "tier sm80: O of head_dim above 256 takes more registers than a warp has"),
@@ -141,6 +164,25 @@ def test_which_tier_takes_what():
 def test_a_forced_tier_says_why_it_refuses(stated, device, message):
     with pytest.raises(NotImplementedError, match=message):
         choose(stated, device, message[5:9])
+
+
+@pytest.mark.parametrize(
+    "dims, stages, keeps_q",
+    [
+        ((64, 64), 6, 1),
+        ((128, 128), 6, 1),
+        ((65, 40), 6, 1),
+        ((192, 128), 4, 0),
+        ((256, 64), 4, 1),
+        ((128, 256), 4, 0),
+        ((192, 192), 2, 0),
+        ((256, 256), 2, 0),
+    ],
+)
+def test_tiles_of_many_rows(dims, stages, keeps_q):
+    made = choose(many_rows("bfloat16", *dims), H200)
+    assert made.kernel == "decode_rows_sm90" and (made.block_m, made.block_n) == (64, 64)
+    assert (constants_of(made)["STAGES"], constants_of(made)["KEEPS_Q"]) == (stages, keeps_q)
 
 
 @pytest.mark.parametrize("rows, expected", [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (500, 64)])
@@ -157,7 +199,9 @@ def test_query_heads_that_share_a_key_head_are_rows():
         assert stated.rows == 32 and choose(stated, H200, "sm80").block_m == 32
 
 
-@pytest.mark.parametrize("tier, make", [("sm90", latent), ("sm80", problem), ("simt", problem), ("simt", latent)])
+@pytest.mark.parametrize(
+    "tier, make", [("sm90", latent), ("sm90", many_rows), ("sm80", problem), ("simt", problem), ("simt", latent)]
+)
 def test_a_variant_serves_all_sizes_and_lengths(tier, make):
     """One compile a model, not one a step: but for the rows of a key head, sizes are data."""
     base = make(window_right=3, softcap=5.0, seqlen_q=2, seqlen_new=1, num_splits=2)
@@ -192,7 +236,14 @@ def test_a_variant_serves_all_sizes_and_lengths(tier, make):
 # ------------------------------------------------------------------------------------------------------------
 # From a config to a launch
 
-WITH_TIERS = [("sm80", problem()), ("simt", problem()), ("simt", problem("float64")), ("sm90", latent()), ("simt", latent())]
+WITH_TIERS = [
+    ("sm80", problem()),
+    ("simt", problem()),
+    ("simt", problem("float64")),
+    ("sm90", latent()),
+    ("sm90", many_rows()),
+    ("simt", latent()),
+]
 
 
 def launched(stated, tier=None):
@@ -345,7 +396,7 @@ def test_a_call_is_one_record_for_both_kernels(driver, tier, stated, num_splits)
     for length in (17, 4096):
         driver.clear()
         call.launch(7, length, *range(11, 23))
-        names = [f"decode_{tier}"] + ["decode_combine"] * (num_splits != 1)
+        names = [choose(stated, H200, tier).kernel] + ["decode_combine"] * (num_splits != 1)
         assert [step[0] for step in driver] == names and all(step[4] == 7 for step in driver)
         for step in driver:
             record = step[5]

@@ -32,6 +32,7 @@ FEATURES = {
         "pages": {"paged": True, "page_size": 16},
         "append": {"seqlen_new": 1},
         "splits": {"num_splits": 4},
+        "64 queries": {"seqlen_q": 64},
         "latent": {"v_is_k": True},
     },
 }

@@ -141,12 +141,18 @@ def runs_of(tier: str, part: str) -> dict[str, Run | Decode]:
         return runs if tier == "simt" else {name: run for name, run in runs.items() if name != "latent"}
     if launch.device_of(0).compute_capability != (9, 0):
         return {}
-    if part == "decode":  # its tier has latent attention alone
-        return {
+    if part == "decode":  # latent attention, or many rows
+        latent = {
             name: run._replace(sizes=run.sizes | LATENT)
             for name, run in DECODE.items()
             if run.offset == 0 and name not in ("odd head dims", "wide", "many requests")
         }
+        many = {
+            f"{name}, 80 heads": run._replace(sizes=run.sizes | dict(heads_q=80))
+            for name, run in DECODE.items()
+            if run.offset == 0 and name not in ("odd head dims", "latent")
+        }
+        return latent | many
     # TMA reads no array that begins between two multiples of 16 bytes, or has such rows.
     rows = {name: -(-size // 8) * 8 for name, size in ODD_HEAD_DIMS.items()}
     runs = FORWARD_SM90 if part == "forward" else PARTS[part]

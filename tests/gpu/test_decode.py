@@ -24,6 +24,7 @@ from support import (
     check_kvcache,
     compute_kvcache,
     decoding,
+    fitting,
     fresh_process_state,
     judge_of,
     normal,
@@ -38,15 +39,28 @@ from test_layout import needs_memory
 import cuflash
 from cuflash import config, jit, oracle
 
-# decode_sm90 is for multi-head latent attention: values that are the first columns of the keys.
+# decode_sm90 is for multi-head latent attention: values that are the first columns of the keys. decode_rows_sm90, here the
+# backend sm90_rows, is for more than 32 query rows a key head.
 LATENT = dict(heads_q=16, heads_k=1, head_dim=576, head_dim_v=512, values_are_keys=True)
-SOME = ("cpu-float32", "simt-float32", "sm80-float16", "sm80-bfloat16", "sm90-bfloat16")
-ON_GPU = ("simt-float32", "sm80-float16", "sm90-bfloat16")
+SOME = ("cpu-float32", "simt-float32", "sm80-float16", "sm80-bfloat16", "sm90-bfloat16", "sm90_rows-bfloat16")
+ON_GPU = ("simt-float32", "sm80-float16", "sm90-bfloat16", "sm90_rows-float16")
+EVERY = (*FEW, "sm90_rows-float16", "sm90_rows-bfloat16")
 
 
 def draw(backend, dtype, lengths, **sizes):
-    """A call of sizes that the backend's tier takes."""
-    return decoding(dtype, lengths, **(sizes | LATENT if backend.name == "sm90" else sizes))
+    """A call of sizes that the backend's kernel takes."""
+    if backend.name == "sm90":
+        sizes |= LATENT
+    elif backend.name == "sm90_rows":
+        sizes |= many_heads(**sizes)
+    return decoding(dtype, lengths, **sizes)
+
+
+def many_heads(seqlen_q=1, heads_q=4, heads_k=2, **_):
+    """As many times the query heads as make more than 32 rows of a key head."""
+    if seqlen_q == 0 or heads_q == 0:
+        pytest.skip("another kernel's")
+    return dict(heads_q=heads_q * -(-33 // (seqlen_q * heads_q // heads_k)))
 
 
 def wide(call):
@@ -96,7 +110,7 @@ CASES = {
 }
 
 
-@on_pairs(*FEW)
+@on_pairs(*EVERY)
 @pytest.mark.parametrize("case", CASES)
 def test_named_case(backend, dtype, case):
     lengths, sizes, options = CASES[case]
@@ -118,12 +132,16 @@ def test_named_case_of_other_dtypes(backend, dtype, case):
 HEAD_DIMS = ((1, 1), (8, 24), (33, 20), (65, 40), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (256, 64), (256, 256))
 
 
-@on_pairs("cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm80-bfloat16")
+@on_pairs(
+    "cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm80-bfloat16", "sm90_rows-float16", "sm90_rows-bfloat16"
+)
 @pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
 def test_head_dims(backend, dtype, dims):
     for sizes in (dict(seqlen_q=2), dict(page_size=16, new=2, seqlen_q=2)):
-        call = decoding(dtype, (130, 3), head_dim=dims[0], head_dim_v=dims[1], **sizes)
-        check_kvcache(backend, call, out=Layout(pad=(0, 0, 0, 1)))
+        call = draw(backend, dtype, (130, 3), head_dim=dims[0], head_dim_v=dims[1], **sizes)
+        named = {name: x for name in ("q", "k_cache", "v_cache", "k", "v") if (x := getattr(call, name)) is not None}
+        layouts = dict(zip(named, fitting(backend, *named.values()), strict=True))
+        check_kvcache(backend, call, layouts, out=Layout(pad=(0, 0, 0, 1)))
 
 
 @on_pairs("cpu-float32", "simt-float32", "simt-float16", "simt-float64")
@@ -132,13 +150,16 @@ def test_wide_head_dims(backend, dtype, dims):
     check_kvcache(backend, decoding(dtype, (130, 3), head_dim=dims[0], head_dim_v=dims[1], seqlen_q=2, new=2))
 
 
-@on_pairs("cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm90-float16", "sm90-bfloat16")
+@on_pairs(
+    "cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm90-float16", "sm90-bfloat16", "sm90_rows-bfloat16"
+)
 @pytest.mark.parametrize("dims", [(576, 512), (512, 512), (264, 264), (320, 296), (128, 64), (128, 128)], ids=str)
 def test_values_that_are_keys(backend, dtype, dims):
     """The first columns of keys, or all of them; appended once."""
-    if backend.name == "sm90" and min(dims) <= 256 or backend.name == "sm80" and max(dims) > 256:
-        pytest.skip("another tier's")
-    sizes = dict(heads_q=16, heads_k=1, head_dim=dims[0], head_dim_v=dims[1], values_are_keys=True, seqlen_q=2)
+    if backend.name == "sm90" and min(dims) <= 256 or backend.name in ("sm80", "sm90_rows") and max(dims) > 256:
+        pytest.skip("another kernel's")
+    seqlen_q = 3 if backend.name == "sm90_rows" else 2
+    sizes = dict(heads_q=16, heads_k=1, head_dim=dims[0], head_dim_v=dims[1], values_are_keys=True, seqlen_q=seqlen_q)
     for more in ({}, dict(page_size=64, new=2)):
         check_kvcache(backend, decoding(dtype, (130, 0, 70), **sizes, **more))
 
@@ -188,7 +209,7 @@ def test_splits_of_requests_without_keys(backend, dtype, sizes):
             assert (out[::2] == 0).all() and (lse[::2] == -np.inf).all()
 
 
-@on_pairs(*FEW)
+@on_pairs(*EVERY)
 @pytest.mark.parametrize("num_splits", [1, 7])
 @pytest.mark.parametrize("sizes", [{}, dict(page_size=16), dict(seqlen_q=5, new=5)], ids=str)
 def test_a_fixed_number_of_splits_gives_a_request_its_bits(backend, dtype, num_splits, sizes):
@@ -252,6 +273,8 @@ def test_more_requests_than_blocks(backend, dtype, num_splits):
 def test_more_requests_than_65535(backend, dtype):
     """One key each: its value comes back."""
     sizes = LATENT | dict(heads_q=1) if backend.name == "sm90" else dict(heads_q=2, heads_k=1, head_dim=8)
+    if backend.name == "sm90_rows":
+        sizes |= many_heads(**sizes)
     # The same few cache rows for all, in turn.
     call = decoding(dtype, (1,) * 7, capacity=1, **sizes)
     count = 66_000
@@ -270,9 +293,12 @@ def test_more_requests_than_65535(backend, dtype):
 @on_pairs(*ON_GPU)
 @pytest.mark.parametrize("sizes", [{}, dict(page_size=16)], ids=str)
 def test_one_long_sequence(backend, dtype, sizes):
+    sizes |= dict(heads_q=2, heads_k=1)
     if backend.name == "sm90":
         sizes = LATENT | sizes
-    check_kvcache(backend, decoding(dtype, (30_000,), **(sizes | dict(heads_q=2, heads_k=1))))
+    elif backend.name == "sm90_rows":
+        sizes |= many_heads(**sizes)
+    check_kvcache(backend, decoding(dtype, (30_000,), **sizes))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -287,13 +313,15 @@ def test_groups(backend, dtype, group):
     sizes = dict(heads_q=group * heads_k, heads_k=heads_k)
     if backend.name == "sm90":
         sizes = LATENT | sizes
-    for seqlen_q in (1, 2, 4):
-        call = decoding(dtype, (130, 0, 17), seqlen_q=seqlen_q, **sizes)
+    for seqlen_q in (1, 2, 4) if backend.name != "sm90_rows" else (32 // group + 1, 64 // group + 1, 128 // group + 1):
+        lengths = (130, 0, 17)
+        call = decoding(dtype, lengths, seqlen_q=seqlen_q, **sizes)
         check_kvcache(backend, call)
         call.v_cache[...] = np.arange(1, heads_k + 1)[:, None]
         out, _ = compute_kvcache(backend, call)
         expected = np.broadcast_to((np.arange(group * heads_k) // group + 1)[:, None], out.shape).copy()
-        expected[1] = 0  # no keys
+        for number, length in enumerate(lengths):
+            expected[number, : max(0, seqlen_q - length)] = 0  # queries before the first key
         np.testing.assert_allclose(out.astype(float), expected, rtol=2 * oracle.ROUNDOFF[dtype] + 1e-6)
 
 
@@ -431,7 +459,7 @@ def test_a_full_cache_is_named_where_the_host_knows(backend, dtype, page_size):
 # What is unused, masked or wrong
 
 
-@on_pairs(*FEW)
+@on_pairs(*EVERY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_what_is_masked_has_no_influence(backend, dtype, page_size, bad):
@@ -754,7 +782,7 @@ def check_far(backend, far, call, **options):
     far.verify()
 
 
-@on("simt", "sm80", "sm90", dtypes=("float16",))
+@on_pairs("simt-float16", "sm80-float16", "sm90-float16", "sm90_rows-float16")
 @pytest.mark.parametrize("new", [0, 5])
 @pytest.mark.parametrize("num_splits", [0, 1])
 def test_pages_past_32_bits(backend, dtype, new, num_splits):
@@ -767,7 +795,7 @@ def test_pages_past_32_bits(backend, dtype, new, num_splits):
     check_far(backend, Far(backend, call, numbers, step), call, num_splits=num_splits)
 
 
-@on("simt", "sm80", "sm90", dtypes=("float16",))
+@on_pairs("simt-float16", "sm80-float16", "sm90-float16", "sm90_rows-float16")
 @pytest.mark.parametrize("new", [0, 5])
 def test_rows_past_32_bits(backend, dtype, new):
     """Requests 2**30 elements apart, as where layers are interleaved: 1 and 2 are used, 0 must stay as it is."""
@@ -796,7 +824,7 @@ def calls_drawn(draw_one):
     return lengths, sizes
 
 
-@on_pairs(*FEW)
+@on_pairs(*EVERY)
 def test_drawn_calls(backend, dtype):
     @settings(
         max_examples=25,
@@ -845,19 +873,20 @@ def test_a_forced_tier_is_the_one_that_runs(monkeypatch, tier):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("is_latent", [False, True])
-def test_the_best_tier_runs_by_itself(cupy, monkeypatch, dtype, is_latent):
+@pytest.mark.parametrize("kind", ["few rows", "many rows", "latent"])
+def test_the_best_tier_runs_by_itself(cupy, monkeypatch, dtype, kind):
     capability = divmod(int(cupy.cuda.Device(0).compute_capability), 10)
     if capability < (8, 0):
         pytest.skip("tensor cores for all 16-bit dtypes need compute capability 8.0")
-    tier = "simt"
+    kernel = "decode_simt"
     if dtype in ("float16", "bfloat16"):
-        tier = "sm80" if not is_latent else "sm90" if capability == (9, 0) else "simt"
-    call = decoding(dtype, (70, 3), **(LATENT if is_latent else {}))
+        hopper = {"many rows": "decode_rows_sm90", "latent": "decode_sm90"} if capability == (9, 0) else {}
+        kernel = hopper.get(kind, "decode_simt" if kind == "latent" else "decode_sm80")
+    call = decoding(dtype, (70, 3), **{"few rows": {}, "many rows": dict(seqlen_q=20), "latent": LATENT}[kind])
     placed = PlacedDecoding(backend_named("simt"), call)
     with fresh_process_state(monkeypatch), config.force_tier(None):
         result = cuflash.attention_with_kvcache(*placed.arrays, return_lse=True, num_splits=1, **placed.named)
-        assert kernels_loaded() == {f"decode_{tier}"}
+        assert kernels_loaded() == {kernel}
     assert_right_kvcache(*(x.get() for x in result), call)
 
 
