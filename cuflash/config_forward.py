@@ -324,7 +324,9 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
     tile = _sm90_tile(problem)
     heads, heads_why = _heads_in_group(problem, device)
-    counts_tiles = problem.varlen or _is_masked(problem)
+    # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
+    blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
+    counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms
     stages = max(n for n in _SM90_STAGES if _sm90_smem(problem, n) <= device.smem_optin)
     smem = _sm90_smem(problem, stages)
     constants = {

@@ -26,6 +26,7 @@ SHAPES = {
     "out": (2, 100, 4, 32),
     "lse": (2, 4, 100),
 }
+MANY = {name: (99, *shape[1:]) for name, shape in SHAPES.items()}  # more query tiles than multiprocessors
 PACKED = {"q": (100, 4, 64), "k": (120, 2, 64), "v": (120, 2, 32), "out": (100, 4, 32), "lse": (4, 100)}
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
@@ -154,21 +155,22 @@ def test_a_dense_forward(gpu):
 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_masked_forward(gpu, return_lse):
-    """On sm90 blocks count the tiles they take: in scratch of this call, which holds anything before."""
-    for _ in range(2):  # prepared by the first
-        q, k, v = gpu.arrays("q", "k", "v")
+    """On sm90 blocks count the tiles they take: in scratch of this call, which holds anything before. Not if each has one."""
+    for shapes, is_counted in ((MANY, gpu.arch == "sm_90"),) * 2 + ((SHAPES, False),) * 2:  # prepared by the first
+        gpu.allocated.clear()
+        q, k, v = gpu.arrays("q", "k", "v", shapes=shapes)
         result = cuflash.attention(q, k, v, causal=True, return_lse=return_lse)
         out, lse = result if return_lse else (result, None)
         ((kernel, record),) = gpu.taken().items()
         assert kernel == gpu.forward and pointers(record, "q", "k", "v", "out") == addresses(q, k, v, out)
         assert pointers(record, "lse", *LENGTHS) == [lse.data.ptr if return_lse else 0, 0, 0, 0, 0]
-        if gpu.arch == "sm_90":
+        if is_counted:
             scratch, size = gpu.scratch()
             assert pointers(record, "tiles") == [scratch] and gpu.cleared == [(scratch, 16)] and size >= 16
             gpu.cleared.clear()
         else:
             assert pointers(record, "tiles") == [0] and gpu.allocated == gpu.cleared == []
-    assert len(gpu.kernels) == 1
+    assert len(gpu.kernels) == 2, "each prepared once"
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
@@ -348,7 +350,7 @@ def test_scratch_of_a_captured_call_belongs_to_the_graph(gpu):
 
 
 def test_the_counter_of_a_captured_forward_belongs_to_the_graph(gpu):
-    q, k, v = gpu.arrays("q", "k", "v")
+    q, k, v = gpu.arrays("q", "k", "v", shapes=MANY)
     cuflash.attention(q, k, v, causal=True)
     assert gpu.freed == []
     gpu.capturing = True

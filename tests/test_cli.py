@@ -1011,7 +1011,7 @@ def test_explain_without_a_gpu(no_gpu, arch, dtype, kernel):
         "--seqlen-q",
         1000,
         "--batch",
-        2,
+        20,
         "--heads",
         8,
         "--causal",
@@ -1024,10 +1024,10 @@ def test_explain_without_a_gpu(no_gpu, arch, dtype, kernel):
     assert 0 < record["smem_bytes"] <= record["device"]["smem_optin"]
     constants = record["constants"]
     if kernel == "fwd_sm90":  # as many as there are multiprocessors
-        assert record["grid"] == min(132, 16 * -(-1000 // (64 * constants["CONSUMERS"])))
+        assert record["grid"] == min(132, 160 * -(-1000 // (64 * constants["CONSUMERS"])))
         assert record["scratch_bytes"] == {"tiles": 16}
     else:
-        assert record["grid"] == 16 * -(-1000 // constants["BLOCK_M"]) and record["scratch_bytes"] == {}
+        assert record["grid"] == 160 * -(-1000 // constants["BLOCK_M"]) and record["scratch_bytes"] == {}
     assert record["problem"]["window_right"] == 0 and record["problem"]["seqlen_k"] == 1000
 
 

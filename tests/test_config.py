@@ -80,8 +80,10 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         assert made.threads == 128 * (1 + constants["CONSUMERS"]) and made.block_m == 64 * constants["CONSUMERS"]
         assert made.block_n % 16 == 0 and made.block_n <= 256
         # A block stays on its multiprocessor: no more than there are, and a counter where tiles take different time.
-        is_even = stated.window_left is None and stated.window_right is None and not stated.varlen
-        assert made.max_blocks == device.num_sms and made.counts_tiles == (not is_even)
+        is_even = stated.window_left is None and stated.window_right is None
+        tiles = -(-stated.seqlen_q // made.block_m) * stated.batch * stated.heads_q
+        counts = stated.varlen or (not is_even and tiles > device.num_sms)
+        assert made.max_blocks == device.num_sms and made.counts_tiles == counts
         assert stated.alignment == 16 and stated.tma
     else:
         assert made.threads == 32 * constants["WARPS"] and made.block_m == constants["BLOCK_M"]
@@ -569,10 +571,15 @@ def test_scratch_is_what_the_documentation_says(dtype, real, varlen):
     groups = 1000 // 16 + stated.batch + 1 if varlen else -(-1000 // 16)
     for made in each_config(problem(dtype)):
         assert launch.scratch_of(problem(dtype), made) == {}
-    for change in (dict(window_right=0), dict(window_left=5)):  # tiles that take different time are counted
-        masked = problem(dtype, **change)
-        for made in each_config(masked):
-            assert launch.scratch_of(masked, made) == ({"tiles": 16} if made.tier == "sm90" else {})
+    # Tiles that take different time are counted, unless each has a block of its own.
+    for batch in (2, 200):
+        for change in (dict(window_right=0), dict(window_left=5)):
+            masked = problem(dtype, batch=batch, **change)
+            for made in each_config(masked):
+                tiles = -(-masked.seqlen_q // made.block_m) * batch * masked.heads_q
+                counted = made.tier == "sm90" and tiles > made.max_blocks
+                assert counted == (made.tier == "sm90" and batch == 200)
+                assert launch.scratch_of(masked, made) == ({"tiles": 16} if counted else {})
     for made in each_config(stated):
         sizes = launch.scratch_of(stated, made)
         # Blocks that stay on their multiprocessors count the tiles they take.
@@ -809,7 +816,7 @@ def test_a_tensor_map_is_changed_only_when_its_pointer_is(driver):
 
 @pytest.mark.parametrize("change", [dict(window_right=0), dict(window_left=3), dict(window_left=3, window_right=9)], ids=str)
 def test_a_masked_hopper_forward_counts_its_tiles_from_zero(driver, change):
-    call = prepared(problem(**change), ("out",))
+    call = prepared(problem(batch=100, **change), ("out",))
     assert call.scratch_bytes == 256 and call.scratch_offsets == {"tiles": 0}
     tiles = 9 << 30
     for _ in range(2):
