@@ -285,7 +285,24 @@ def test_a_scale_is_folded_only_where_that_is_exact(scale, folded):
 @pytest.mark.parametrize("seqlen_k, expected", [(1, 16), (100, 16), (2**17, 4), (2**20, 4), (2**30 - 1, 4)])
 def test_heads_that_run_together_share_the_cache(seqlen_k, expected):
     # K and V of 2**17 keys take 32 MiB a head: half an L2 holds no more than one, with its 4 query heads.
-    assert choose(problem(seqlen_k=seqlen_k), H200).heads_in_group == expected
+    assert choose(problem(seqlen_k=seqlen_k), H200, "sm80").heads_in_group == expected
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, window_right, expected",
+    [
+        (192, None, 132),  # a tile a head
+        (193, None, 66),
+        (193, 0, 132),  # of two the longer one
+        (2**14, None, 16),
+        (2**14, 0, 16),
+    ],
+)
+def test_heads_of_a_hopper_forward_that_run_together_fill_it(seqlen_q, window_right, expected):
+    sizes = dict(batch=50, seqlen_q=seqlen_q, window_right=window_right)
+    assert choose(problem(**sizes), H200).heads_in_group == expected
+    # Query heads that share keys run together.
+    assert choose(problem(**sizes | dict(heads_q=14, heads_k=2)), H200).heads_in_group == -(-expected // 7) * 7
 
 
 @pytest.mark.parametrize("seqlen_q, expected", [(1, 4), (2**11, 4), (2**12, 3), (2**20, 1)])
