@@ -12,6 +12,7 @@ from .config_base import (
     Config,
     Device,
     Kernel,
+    heads_in_wave,
     no_tile,
     not_16_bit,
     not_by_tma,
@@ -28,7 +29,9 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
 
 
 def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: bool) -> tuple[int, str]:
-    """How many (batch, key head) pairs run together; ``head_dim`` is that of dq_sum. ``few``: also where key tiles wait."""
+    """How many (batch, key head) pairs run together so that their arrays stay in half of the L2 cache; ``head_dim`` is that of
+    dq_sum. ``few``: also where key tiles wait.
+    """
     all_heads = max(1, problem.batch_axis * problem.heads_k)
     if problem.deterministic and not few:
         return all_heads, (f"heads_in_group = {all_heads}  # all: the key tiles of a head wait for each other, those of others "
@@ -53,6 +56,8 @@ _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
 _SM90_SLOTS = 2             # of tiles of the launch
+# (batch, key head) pairs that run together at least; deterministic, where key tiles of a head wait for each other.
+_SM90_FEW_HEADS = {False: 16, True: 32}
 _SM90_LISTED = 96           # Tile of kernels/bwd_sm90.cu
 
 
@@ -85,7 +90,12 @@ def _sm90_smem(problem: BackwardProblem) -> int:
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
     tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
-    heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
+    if problem.varlen:
+        heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
+    else:
+        few = _SM90_FEW_HEADS[problem.deterministic]
+        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_k // block_n), few,
+                                         max(1, problem.batch * problem.heads_k))
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),

@@ -148,3 +148,16 @@ def shared_constants(problem: Problem) -> dict[str, int]:
 def vec_bytes(alignment: int, dtype: str, *sizes: int) -> int:
     """The widest access that the alignment allows and that ends with a row of each of ``sizes`` elements."""
     return min(alignment, *((size * ITEMSIZE[dtype]) & -(size * ITEMSIZE[dtype]) for size in sizes))
+
+
+def heads_in_wave(problem: Problem, device: Device, tiles: int, few: int, all_heads: int, together: int = 1) -> tuple[int, str]:
+    """How many (batch, head) pairs run together where blocks stay on their multiprocessors, and why.
+
+    ``tiles`` of a head; as many heads as have one for each multiprocessor, so that the tiles of a head read what they share at
+    one time. ``few``: at least so many, as few long heads have tiles of different lengths, which soon read different things;
+    ``together``: whole groups of so many.
+    """
+    tiles -= tiles // 2 * (problem.window_right is not None)    # the short ones come last (kernels/attn/schedule.cuh)
+    heads = min(round_up(max(device.num_sms // max(1, tiles), few), together), all_heads)
+    return heads, (f"heads_in_group = {heads}  # with {tiles} tiles each, not counting the shorter half under a right mask: one "
+                   f"for each multiprocessor, but at least {few} heads")

@@ -13,6 +13,7 @@ from .config_base import (
     Config,
     Device,
     Kernel,
+    heads_in_wave,
     no_tensor_cores,
     no_tile,
     not_16_bit,
@@ -299,20 +300,6 @@ def _refuse_sm90(problem: Problem, device: Device) -> str | None:
 _SM90_FEW_HEADS = 16        # (batch, query head) pairs that run together at least. Measured on the H200: docs/fwd_sm90.md
 
 
-def _sm90_heads_in_group(problem: Problem, device: Device, tile: _Sm90Tile) -> tuple[int, str]:
-    """How many pairs run together: as many as have a (long) tile for each multiprocessor, so that a head's tiles read its K
-    and V at one time. Long sequences would have few heads then, whose tiles of different lengths soon read different keys.
-    """
-    if problem.varlen:          # tiles of one length come from many sequences: few heads keep them together
-        return _heads_in_group(problem, device)
-    tiles = -(-problem.seqlen_q // tile.block_m)
-    tiles -= tiles // 2 * (problem.window_right is not None)
-    group = problem.heads_q // problem.heads_k
-    heads = min(round_up(max(device.num_sms // max(1, tiles), _SM90_FEW_HEADS), group), problem.batch_axis * problem.heads_q)
-    return heads, (f"heads_in_group = {heads}  # of {tiles} tiles, or of as many as are not the shorter half, one for each "
-                   f"multiprocessor, but at least {_SM90_FEW_HEADS} heads")
-
-
 def _is_masked(problem: Problem) -> bool:
     return problem.window_left is not None or problem.window_right is not None
 
@@ -340,7 +327,11 @@ def _sm90_smem(problem: Problem, stages: int) -> int:
 def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
     tile = _sm90_tile(problem)
-    heads, heads_why = _sm90_heads_in_group(problem, device, tile)
+    if problem.varlen:          # tiles of one length come from many sequences: few heads keep those that share keys together
+        heads, heads_why = _heads_in_group(problem, device)
+    else:
+        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_q // tile.block_m), _SM90_FEW_HEADS,
+                                         problem.batch * problem.heads_q, problem.heads_q // problem.heads_k)
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms

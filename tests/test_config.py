@@ -308,9 +308,24 @@ def test_heads_of_a_hopper_forward_that_run_together_fill_it(seqlen_q, window_ri
 @pytest.mark.parametrize("seqlen_q, expected", [(1, 4), (2**11, 4), (2**12, 3), (2**20, 1)])
 def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, expected):
     # q, dout and dq_sum of 2**12 rows of 4 query heads of 64 take 8 MiB, half of the L2 is 25.
-    assert choose(backward(seqlen_q=seqlen_q), H200).heads_in_group == expected
-    for made in each_config(backward(seqlen_q=seqlen_q, deterministic=True)):
-        assert made.heads_in_group == (expected if made.tier == "sm90" else 4), "waiting for each other"
+    assert choose(backward(seqlen_q=seqlen_q), H200, "sm80").heads_in_group == expected
+    waiting = choose(backward(seqlen_q=seqlen_q, deterministic=True), H200, "sm80")
+    assert waiting.heads_in_group == 4, "waiting for each other"
+
+
+@pytest.mark.parametrize(
+    "seqlen_k, window_right, deterministic, expected",
+    [
+        (128, None, False, 132),  # a tile a head
+        (257, None, False, 44),
+        (257, 0, False, 66),  # of three the longer two
+        (2**14, 0, False, 16),
+        (2**14, 0, True, 32),
+    ],
+)
+def test_key_heads_of_a_hopper_backward_that_run_together_fill_it(seqlen_k, window_right, deterministic, expected):
+    sizes = dict(batch=100, seqlen_k=seqlen_k, window_right=window_right, deterministic=deterministic)
+    assert choose(backward(**sizes), H200).heads_in_group == expected
 
 
 def test_sequences_of_a_packed_batch_share_their_heads():
