@@ -84,7 +84,7 @@ def _sm90_smem(problem: BackwardProblem) -> int:
     head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
     block_m = _SM90_TILES[head_dim].block_m
     arrays = 2 * (2 * head_dim * (slots * block_n + stages * block_m) + stages * block_m * block_n)
-    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 5 * stages), 1024)
+    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages), 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:

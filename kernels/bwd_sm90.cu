@@ -15,6 +15,8 @@
 //   ready[s]:      preparers -> all, so have the facts of rows    free[s]:      consumers -> loader, the stage has been used
 //   ds_free[s]:    consumers -> consumers, both have computed their dQ of a query tile
 //   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
+//   dq_added[s]:    consumers -> planner, they have too: it tells the next key tile, which takes a while
+//   turn_passed[s]: planner -> loader, it has done so
 // The consumers take turns to start products and are half a query tile apart: beside the exponentials of one run the products of
 // the other. dQ of a query tile is computed one later, together with dV and dK of that: the other has written its dS by then. It
 // leaves for dq_sum while dV and dK are computed. What was tried: docs/bwd_sm90.md.
@@ -46,6 +48,8 @@ constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill 
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dk and dv
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
 constexpr bool kDeterministic = DETERMINISTIC;
+// A turn ends behind S and dP of the next query tile; or before the consumer waits for what other blocks add to dQ.
+constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
 
 constexpr int kConsumers = 2;                   // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
@@ -94,7 +98,7 @@ struct alignas(1024) SharedStorage {
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
   float key_poison[kSlots][kBlockN];            // NaN for a key whose K held NaN or Inf; only if some query tile is partial
   u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kStages];
-  u64 turn_ready[kStages];
+  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages];
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -122,15 +126,31 @@ DEV u32 num_work(const BwdParams& p) {
   return kVarlen ? p.tiles[0] * p.heads_k : (u32)p.num_tiles * p.batch * p.heads_k;
 }
 
+// DETERMINISTIC: tells the next key tile of each query tile that this one has added its dQ.
+DEV void pass_turns(SharedStorage& s, const BwdParams& p, const volatile Tile& t, Ring<kStages>& at) {
+  const int visits = uniform(t.visits);
+  Visit visit = first_visit(t);
+  #pragma unroll 1
+  for (int i = 0; i < visits; i++, visit.advance(t), at.next()) {
+    mbarrier_wait(shared_address(&s.dq_added[at.stage]), at.phase);
+    if (thread_index() % 32 == 0) {
+      pass_turn(t.turns + visit.head * p.num_query_tiles + visit.tile);
+      mbarrier_arrive(shared_address(&s.turn_passed[at.stage]));
+    }
+  }
+}
+
 // The planner, one warp, of which one thread acts: works out the tiles of this block one ahead and loads their K and V. A tile
 // that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks that run have taken: the least that is not
-// finished waits for none, and its block, which computes its tiles in their order, is at it.
+// finished waits for none, and its block, which computes its tiles in their order, is at it. Behind that it passes on the turns
+// of the tile that is being computed.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
   Ring<kSlots> slot;
-  bool is_there = true, takes = kDeterministic;
+  Ring<kStages> at;
+  bool is_there = true, takes = kDeterministic, is_first = true;
   #pragma unroll 1
-  for (; is_there; slot.next(), takes = true) {
+  for (; is_there; slot.next(), takes = true, is_first = false) {
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
     u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
     if (acts && takes) next = (kDeterministic ? 0 : gridDim.x) + take_ticket(p);
@@ -175,17 +195,18 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
     }
     __syncwarp();
+    if (kDeterministic && !is_first) pass_turns(s, p, s.work[slot.stage ^ 1], at);
   }
 }
 
-// DETERMINISTIC: waits until the key tiles before this one have added their dQ. A counter counts the consumers that have.
+// DETERMINISTIC: waits until the key tiles before this one have added their dQ. A counter counts those that have.
 DEV void await_turn(const volatile Tile& t, const BwdParams& p, const Visit& v) {
   const int first = HeadMask(p, t.seqlen_q, t.seqlen_k).key_begin(v.tile * kBlockM) / kBlockN;  // KeyTiles' begin
-  wait_for_turn(t.turns + v.head * p.num_query_tiles + v.tile, kConsumers * (t.first_key / kBlockN - first));
+  wait_for_turn(t.turns + v.head * p.num_query_tiles + v.tile, t.first_key / kBlockN - first);
 }
 
-// The loader, one warp, of which one thread acts. It waits for turns too, each after the next query tile has been loaded, for
-// which the consumers have used the turn of two before.
+// The loader, one warp, of which one thread acts. It waits for turns too, each after the next query tile has been loaded, and
+// until the one of two before has been passed on: dq_added tells no more apart.
 DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
   Ring<kSlots> slot;
@@ -209,6 +230,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
       }
       if (kDeterministic && i > 0 && acts) {
         await_turn(t, p, last);
+        mbarrier_wait(shared_address(&s.turn_passed[at.stage ^ 1]), at.phase ^ at.stage);
         mbarrier_arrive(shared_address(&s.turn_ready[at.stage ^ 1]));
       }
       if (i == visits) break;
@@ -472,8 +494,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const u64 ds = descriptor_of<DsLayout>(s.sDS[0], kHalvesRows ? consumer * 64 : 0);
   const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK[0]), kHalvesRows ? 0 : consumer * (kDqCols / 16));
   const int warp_key = thread_index() % 128 / 32 * 16 + consumer * 64;
-  const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
   const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
+  const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
   const bool speaks = thread_index() % 128 == 0;
 
   Ring<kSlots> slot;
@@ -533,13 +555,13 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       add_dq(dq_of(t, p, last, consumer), rDQ);
       if (kDeterministic) {
         sync_consumer();
-        if (speaks) pass_turn(t.turns + last.head * p.num_query_tiles + last.tile);
+        if (speaks) mbarrier_arrive(shared_address(&s.dq_added[stage]));
       }
     };
     const auto start_dv_dk = [&] {
       accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
       accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
-      if constexpr (kDeterministic) your_turn();                // the other need not wait for what other blocks add
+      if constexpr (kShortTurns) your_turn();
     };
     // dV and dK of the query tile at hand, dQ of the one before.
     const auto sum_gradients = [&](bool is_first) {
@@ -574,11 +596,11 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
-        if constexpr (!kDeterministic) your_turn();
+        if constexpr (!kShortTurns) your_turn();
         finish_scores();
       }
       sum_gradients(visits == 1);
-      if constexpr (!kDeterministic) your_turn();
+      if constexpr (!kShortTurns) your_turn();
       sync_consumers();                         // dS of the last one is written
       start_dq(at.stage);
       wgmma_wait<0>();
@@ -613,6 +635,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.free[i]), kConsumers);
       mbarrier_init(shared_address(&s.ds_free[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_ready[i]), 1);
+      mbarrier_init(shared_address(&s.dq_added[i]), kConsumers);
+      mbarrier_init(shared_address(&s.turn_passed[i]), 1);
     }
     mbarrier_init_fence();
   }
