@@ -6,6 +6,7 @@ what it keeps for the next call is all that is looked at.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import types
 
@@ -121,7 +122,8 @@ def gpu(request, monkeypatch):
     monkeypatch.setattr(attention, "_current_device", lambda: 0)
     monkeypatch.setattr(attention, "check_driver", lambda: None)
     monkeypatch.setattr(arrays.CupyDoor, "stream", lambda self, device_id: 7)
-    monkeypatch.setattr(arrays.CupyDoor, "empty", lambda self, shape, dtype, like: made.array(shape, dtype))
+    monkeypatch.setattr(arrays, "_doors", {})  # a door takes CuPy's functions when it is made
+    monkeypatch.setattr(arrays.CupyDoor, "maker", lambda self, *what: functools.partial(made.array, *what[:2]))
     monkeypatch.setattr(cupy.cuda, "Device", Device)
     monkeypatch.setattr(cupy.cuda, "alloc", alloc)
     for name, function in (
@@ -545,7 +547,7 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu, monkeypatch, num_spl
     needed = cuflash.kvcache_workspace_bytes(q, k_cache, v_cache, **options)
     assert gpu.kernels == gpu.allocated == [] and (needed > 0) == (num_splits != 1)
     workspace = gpu.array((needed + 1000,), "uint8")[1000 - 1000 % 16 :] if needed else gpu.array((0,), "uint8")
-    monkeypatch.setattr(arrays.CupyDoor, "empty", None)
+    monkeypatch.setattr(arrays.CupyDoor, "maker", lambda self, *what: None)
     for _ in range(2):
         cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=workspace, **options)
         for record in gpu.taken().values():
