@@ -612,6 +612,18 @@ def test_errors():
         flash.merge_attention([q], [k, v])
 
 
+def test_what_is_made_is_of_the_kind_of_the_inputs():
+    from cuflash import arrays
+
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.zeros(3, dtype=torch.float16)
+    for like, kind in ((x, torch.Tensor), (torch.nn.Parameter(x), torch.Tensor), (x.as_subclass(Named), Named)):
+        made = arrays.door_of(like).maker((2, 3), "float32", like)()
+        assert type(made) is kind and made.shape == (2, 3) and made.dtype == torch.float32 and not made.requires_grad
+
+
 def test_functions_that_record_no_gradient_say_which_do():
     leaves = tensors(head_dim_v=6)
     out, lse = flash.attention(*leaves, return_lse=True)

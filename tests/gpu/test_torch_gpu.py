@@ -285,7 +285,6 @@ def test_a_cache_and_its_operators():
     flat = (True, -1, -1, None, 0.0, 0, True)
     new, lengths = (given["k"], given["v"], None, None), given["cache_seqlens"]
     torch.library.opcheck(torch.ops.cuflash.attention_with_kvcache_append, (*tensors, *new, lengths, None, *flat))
-    equal(tensors[1:], copies[1:])
     torch.library.opcheck(torch.ops.cuflash.attention_with_kvcache, (*tensors, *[None] * 4, lengths, None, *flat))
     for scale in (None, 0.2):
         given |= {"softmax_scale": scale, "return_lse": True}
@@ -293,6 +292,7 @@ def test_a_cache_and_its_operators():
         through = torch.ops.cuflash.attention_with_kvcache_append(*tensors, *new, lengths, None, *flat[:3], scale, *flat[4:])
         equal(results, through)
         equal(results, expected if scale is None else cuflash.attention_with_kvcache(*copies, **given))
+    equal(tensors[1:], copies[1:])
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
@@ -349,6 +349,26 @@ def test_merged_parts():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     compiled = torch.compile(flash.merge_attention, backend=compiler(), fullgraph=True)
     equal(compiled(list(outs), list(lses)), results)
+
+
+class Named(torch.Tensor):
+    """A tensor by another name."""
+
+
+def test_results_are_tensors_like_the_inputs():
+    """They are not allocated by torch.empty."""
+    q, k, v = (x.detach() for x in leaves_of())
+    for _ in range(2):
+        for kind in (torch.Tensor, Named):
+            given = [x.as_subclass(kind) for x in (q, k, v)]
+            out, lse = cuflash.attention(*given, return_lse=True)
+            assert type(out) is type(lse) is kind
+        out = cuflash.attention(q, k, v)
+        assert out.is_contiguous() and (out.dtype, out.device) == (q.dtype, q.device) and not out.is_inference()
+        assert out._version == 0 and out.add_(1)._version == 1 and not out.requires_grad
+        out.requires_grad_().sum().backward()
+        with torch.inference_mode():
+            assert cuflash.attention(q, k, v).is_inference()
 
 
 # ------------------------------------------------------------------------------------------------------------
