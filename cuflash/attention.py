@@ -84,8 +84,8 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     elif out is not None and call.may_overlap((*pointers, door.ptr(out))):
         # Which memory out lies in is the one thing that two calls of one key can differ in.
         _check_overlaps(_ATTENTION, call, (q, k, v, out), (*pointers, door.ptr(out)))
-    if _current_device() != call.device_id:
-        with import_cupy().cuda.Device(call.device_id):
+    if not _is_current(door, call.device_id):
+        with door.on_device(call.device_id):
             return _run(door, call, q, pointers, out)
     return _run(door, call, q, pointers, out)
 
@@ -230,8 +230,8 @@ def perform(operation: Operation, given: tuple, options: tuple, validate: bool =
             pointers = [0 if x is None else door.ptr(x) for x in given]
     elif call.writes_given and call.may_overlap(pointers):
         _check_overlaps(operation, call, given, pointers)
-    if _current_device() != call.device_id:
-        with import_cupy().cuda.Device(call.device_id):
+    if not _is_current(door, call.device_id):
+        with door.on_device(call.device_id):
             return operation.run(door, call, given, pointers, number)
     return operation.run(door, call, given, pointers, number)
 
@@ -255,6 +255,10 @@ def _current_device() -> int:
     global _current_device
     _current_device = import_cupy().cuda.runtime.getDevice
     return _current_device()
+
+
+def _is_current(door, device_id: int) -> bool:
+    return _current_device() == device_id and (door.current_device is None or door.current_device() == device_id)
 
 
 def _views(operation: Operation, given: tuple) -> dict[str, arrays.View | None]:

@@ -469,6 +469,33 @@ def test_other_arrays_go_through_cupy(gpu, monkeypatch):
     assert list(gpu.taken()) == [gpu.forward] and lse.shape == SHAPES["lse"]
 
 
+def test_a_device_that_is_not_current(gpu, monkeypatch):
+    """Made current for the call, if CUDA or the framework has another one for current."""
+    attention, entered = importlib.import_module("cuflash.attention"), []
+    q, k, v = gpu.arrays("q", "k", "v")
+    calls = {
+        "attention": lambda: cuflash.attention(q, k, v),
+        "attention_with_kvcache": lambda: cuflash.attention_with_kvcache(q, k, v),
+    }
+    for call in calls.values():
+        call()
+    gpu.taken()
+
+    @contextlib.contextmanager
+    def on_device(self, device_id):
+        entered.append(device_id)
+        yield
+        assert gpu.launches and gpu.taken()
+
+    monkeypatch.setattr(arrays.CupyDoor, "on_device", on_device)
+    for current, of_framework in ((1, None), (0, lambda: 1), (1, lambda: 0), (0, lambda: 0)):
+        monkeypatch.setattr(attention, "_current_device", lambda current=current: current)
+        monkeypatch.setattr(arrays.CupyDoor, "current_device", of_framework and staticmethod(of_framework))
+        for call in calls.values():
+            call()
+    assert entered == [0] * 6 and len(gpu.taken()) == 3
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Decoding
 
