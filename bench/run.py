@@ -193,34 +193,51 @@ class Bench:
     def _prepare(self, case: Case, names, one: dict, timer) -> tuple[dict, dict]:
         """What is timed of each contender, and a single call of it; ``one`` gets what was found when they were checked."""
         calls, single_calls, data, references = {}, {}, {}, {}
-        for name in names:
-            entry = one["results"][name] = {}
+
+        def attempt(name, step) -> None:
+            entry = one["results"].setdefault(name, {})
+            if one.get("aborted") or "failed" in entry or "unavailable" in entry:
+                return
             try:
-                problem = peers.problem_of(name, case)
-                if problem not in data:
-                    data[problem] = _Data(problem, self.framework, references, self._caches(problem))
-                if problem is not case:
-                    entry["problem"] = {
-                        "name": problem.name,
-                        "shapes": problem.shapes,
-                        "flops": problem.flops,
-                        **problem.facts,
-                    }
-                call = peers.make(name, problem, data[problem].arrays)
-                self._check(name, call, data[problem], entry)
-                if "failed" not in entry:
-                    entry["mode"], calls[name] = self._timed_as(call, case)
-                    single_calls[name] = call
+                step(name, entry)
             except peers.Unavailable as error:
                 entry["unavailable"] = str(error)
             except Exception as error:
                 entry["failed"] = peers.one_line(error)
                 if not timer.alive():
                     one["aborted"] = True
-                    for earlier in calls:
-                        one["results"][earlier]["failed"] = f"not timed: {name} has lost the CUDA context"
-                    break
-        return calls, single_calls
+                    for other in one["results"].values():
+                        if not {"failed", "unavailable"} & set(other):
+                            other["failed"] = f"not timed: {name} has lost the CUDA context"
+
+        def make_data(name, entry) -> None:
+            problem = peers.problem_of(name, case)
+            if problem not in data:
+                data[problem] = _Data(problem, self.framework, references, self._caches(problem))
+            if problem is not case:
+                entry["problem"] = {
+                    "name": problem.name,
+                    "shapes": problem.shapes,
+                    "flops": problem.flops,
+                    **problem.facts,
+                }
+
+        def check(name, entry) -> None:
+            problem = peers.problem_of(name, case)
+            call = peers.make(name, problem, data[problem].arrays)
+            self._check(name, call, data[problem], entry)
+            if "failed" not in entry:
+                single_calls[name] = call
+
+        def capture(name, entry) -> None:
+            if name in single_calls:
+                entry["mode"], calls[name] = self._timed_as(single_calls[name], case)
+
+        # Nothing is made once a graph is captured: a replay writes wherever it wrote then.
+        for step in (make_data, check, capture):
+            for name in names:
+                attempt(name, step)
+        return calls, {name: call for name, call in single_calls.items() if name in calls}
 
     def _settings(self, case: Case) -> dict:
         """How long a contender is measured."""

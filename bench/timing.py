@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import statistics
 import sys
@@ -191,27 +192,47 @@ def captured(call: Callable, framework: str, calls: int) -> Callable:
     ``framework`` ("torch" or "cupy") is that of the arrays: each captures with its own allocator. The stream
     must not be the default one, and the call must have run before.
     """
-    if framework == "torch":
-        torch = sys.modules["torch"]
-        graph = torch.cuda.CUDAGraph()
-        # Relaxed: CuPy's pool, which torch knows nothing of, may have to allocate.
-        graph.capture_begin(capture_error_mode="relaxed")
-        try:
-            for _ in range(calls):
-                call()
-        finally:
-            graph.capture_end()
-        return graph.replay
     import cupy
 
-    stream = cupy.cuda.get_current_stream()
-    stream.begin_capture()
+    # What CuPy allocates meanwhile stays the graph's, as it does in PyTorch: a replay writes there.
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        call()
+        if framework == "torch":
+            replay = _captured_by_torch(call, calls)
+        else:
+            stream = cupy.cuda.get_current_stream()
+            stream.begin_capture()
+            try:
+                for _ in range(calls):
+                    call()
+            finally:
+                graph = stream.end_capture()
+            replay = functools.partial(graph.launch, stream)
+    return _Graph(replay, pool)
+
+
+def _captured_by_torch(call: Callable, calls: int) -> Callable:
+    graph = sys.modules["torch"].cuda.CUDAGraph()
+    # Relaxed: CuPy's pool, which torch knows nothing of, may have to allocate.
+    graph.capture_begin(capture_error_mode="relaxed")
     try:
         for _ in range(calls):
             call()
     finally:
-        graph = stream.end_capture()
-    return lambda: graph.launch(stream)
+        graph.capture_end()
+    return graph.replay
+
+
+@dataclass
+class _Graph:
+    """Calls of it launch a graph. It holds the memory that the graph writes."""
+
+    replay: Callable
+    pool: object
+
+    def __call__(self) -> None:
+        self.replay()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ read by their own attributes, since a DLPack exchange costs more than a launch.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import math
 import sys
 import weakref
 from typing import NamedTuple
@@ -53,7 +55,29 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
-class NumpyDoor:
+class _Door:
+    """What doors have in common: calls of most are not kept under a key."""
+
+    current_device = None       # what the framework itself takes for the current device, if it is not always CUDA's
+
+    def launches(self, x) -> bool:
+        """Whether x is on a GPU and its memory is read directly."""
+        return False
+
+    def key(self, q, k, v, out):
+        """What a prepared launch depends on, and the pointers it takes; (None, ()) if the arrays are not all alike, or not on a
+        GPU whose memory is read directly.
+
+        Written out for the call that is made most often: key_of_all takes twice as long.
+        """
+        return None, ()
+
+    def key_of_all(self, arrays):
+        """As key, of any number of arrays, the pointers in a list; None for one that is not given, whose pointer is then null."""
+        return None, ()
+
+
+class NumpyDoor(_Door):
     framework = "numpy"
 
     def on_cpu(self, x) -> bool:
@@ -74,20 +98,24 @@ class NumpyDoor:
         return np.ascontiguousarray(x) if x.ndim and x.strides[-1] == 0 and x.shape[-1] > 1 else x
 
 
-class CupyDoor:
+class CupyDoor(_Door):
     framework = "cupy"
+
+    def __init__(self):
+        import cupy
+        self._ndarray, self._alloc, self._current_stream = cupy.ndarray, cupy.cuda.alloc, cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
     def on_cpu(self, x) -> bool:
         return False
+
+    def launches(self, x) -> bool:
+        return True
 
     def view(self, x) -> View:
         return _view(x.shape, _from_bytes(x.strides, x.itemsize), x.dtype.name, f"cuda:{x.device.id}", x.data.ptr, "cupy")
 
     def key(self, q, k, v, out):
-        """What a prepared launch depends on, and the pointers it takes; (None, ()) if the arrays are not all CuPy's.
-
-        Written out for the call that is made most often: key_of_all takes twice as long.
-        """
         if not type(q) is type(k) is type(v) or out is not None and type(out) is not type(q):
             return None, ()
         q_data, k_data, v_data = q.data, k.data, v.data
@@ -99,7 +127,6 @@ class CupyDoor:
         return key, pointers
 
     def key_of_all(self, arrays):
-        """As key, of any number of arrays, in a list; None for one that is not given, whose pointer is then null."""
         kind, key, pointers = type(arrays[0]), [], []
         for x in arrays:
             if x is None:
@@ -109,25 +136,27 @@ class CupyDoor:
             if type(x) is not kind:
                 return None, ()
             data = x.data
-            key += x.shape, x.strides, x.dtype, data.device_id, data.ptr & 15
-            pointers.append(data.ptr)
+            pointer = data.ptr
+            key += x.shape, x.strides, x.dtype, data.device_id, pointer & 15
+            pointers.append(pointer)
         return tuple(key), pointers
 
     def ptr(self, x) -> int:
         return x.data.ptr
 
-    def empty(self, shape, dtype: str, like):
-        import cupy
-        return cupy.empty(shape, numpy_dtype(dtype))
+    def maker(self, shape, dtype: str, like):
+        """A function that makes a row-major array of any contents, of the kind of ``like``, on the current device."""
+        return functools.partial(self._ndarray, shape, numpy_dtype(dtype))
 
     def scratch(self, num_bytes: int, like, stream: int):
         """(address, what to keep until the launch is queued) of memory for one call, of any contents."""
-        import cupy
-        if cupy.cuda.runtime.streamIsCapturing(stream):
-            memory = _GraphMemory(num_bytes, stream)
-        else:
-            memory = cupy.cuda.alloc(num_bytes)
+        memory = _GraphMemory(num_bytes, stream) if self._is_capturing(stream) else self._alloc(num_bytes)
         return memory.ptr, memory
+
+    def on_device(self, device_id: int):
+        """A context in which a device is current."""
+        import cupy
+        return cupy.cuda.Device(device_id)
 
     def to_host(self, x) -> np.ndarray:
         return x.get()
@@ -146,8 +175,7 @@ class CupyDoor:
         return copy
 
     def stream(self, device_id: int) -> int:
-        import cupy
-        return cupy.cuda.get_current_stream().ptr
+        return self._current_stream().ptr
 
 
 class _GraphMemory:
@@ -160,7 +188,7 @@ class _GraphMemory:
         weakref.finalize(self, cupy.cuda.runtime.freeAsync, self.ptr, stream)
 
 
-class TorchDoor:
+class TorchDoor(_Door):
     framework = "torch"
 
     def __init__(self):
@@ -168,11 +196,19 @@ class TorchDoor:
         self._dtypes = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
         self._byte = torch.uint8
         self._grad_enabled = torch.is_grad_enabled
+        self._plain = torch.Tensor, torch.nn.Parameter
+        # What code that torch.compile generates allocates with, on the current device: in half of torch.empty's time.
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
         if torch.version.cuda:
             self.stream = torch._C._cuda_getCurrentRawStream
+            self.current_device = torch._C._cuda_getDevice
 
     def on_cpu(self, x) -> bool:
         return x.device.type == "cpu"
+
+    def launches(self, x) -> bool:
+        return not self.on_cpu(x)
 
     def view(self, x) -> View:
         device = x.device
@@ -184,53 +220,74 @@ class TorchDoor:
         return _view(x.shape, x.stride(), str(x.dtype).removeprefix("torch."), name, x.data_ptr(), "torch")
 
     def key(self, q, k, v, out):
-        """As CupyDoor.key."""
-        if not type(q) is type(k) is type(v) or out is not None and type(out) is not type(q):
+        kind = type(q)
+        if type(k) is not kind or type(v) is not kind or out is not None and type(out) is not kind:
             return None, ()
         if self._grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return None, ()
-        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        key = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
-               v.shape, v.stride(), v.dtype, v.device, (pointers[0] | pointers[1] | pointers[2]) & 15)
-        if out is not None:
-            if out.requires_grad and self._grad_enabled():
-                return None, ()
-            key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
+        try:
+            pointers = q_pointer, k_pointer, v_pointer = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            key = (kind, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+                   v.shape, v.stride(), v.dtype, v.device, (q_pointer | k_pointer | v_pointer) & 15)
+            if out is not None:
+                if out.requires_grad and self._grad_enabled():
+                    return None, ()
+                key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
+        except (RuntimeError, TypeError):       # a tensor without memory or strides, which view() names
+            return None, ()
         return key, pointers
 
     def key_of_all(self, arrays):
-        """As CupyDoor.key_of_all."""
-        kind, key, pointers, grad_enabled = type(arrays[0]), [], [], self._grad_enabled()
-        for x in arrays:
-            if x is None:
-                key.append(None)
-                pointers.append(0)
-                continue
-            if type(x) is not kind or grad_enabled and x.requires_grad:
-                return None, ()
-            pointer = x.data_ptr()
-            key += x.shape, x.stride(), x.dtype, x.device, pointer & 15
-            pointers.append(pointer)
+        kind, pointers, grad_enabled = type(arrays[0]), [], self._grad_enabled()
+        key = [kind]
+        try:
+            for x in arrays:
+                if x is None:
+                    key.append(None)
+                    pointers.append(0)
+                    continue
+                if type(x) is not kind or grad_enabled and x.requires_grad:
+                    return None, ()
+                pointer = x.data_ptr()
+                key += x.shape, x.stride(), x.dtype, x.device, pointer & 15
+                pointers.append(pointer)
+        except (RuntimeError, TypeError):
+            return None, ()
         return tuple(key), pointers
 
     def refuse_grad(self, function: str, tensors: dict) -> None:
         wanting = [name for name, x in tensors.items() if getattr(x, "requires_grad", False)]
         if self._grad_enabled() and wanting:
             raise NotImplementedError(
-                f"{', '.join(wanting)} require a gradient, which cuflash.{function} does not record: cuflash.torch.attention and "
-                "attention_varlen do; call this one under torch.no_grad() or on x.detach()")
+                f"{', '.join(wanting)} require a gradient, which cuflash.{function} does not record: cuflash.torch.attention, "
+                "attention_varlen and merge_attention do; call this one under torch.no_grad() or on x.detach()")
 
     def ptr(self, x) -> int:
         return x.data_ptr()
 
-    def empty(self, shape, dtype: str, like):
-        dtype = self._dtypes[dtype]
-        return like.new_empty(shape) if dtype is like.dtype else like.new_empty(shape, dtype=dtype)
+    def maker(self, shape, dtype: str, like):
+        """As CupyDoor.maker."""
+        kind = type(like)
+        if self._empty_strided and like.is_cuda and kind in self._plain:
+            strides = tuple(math.prod(shape[axis + 1:]) for axis in range(len(shape)))
+            return functools.partial(self._empty_strided, shape, strides, self._dtypes[dtype])
+        empty = functools.partial(sys.modules["torch"].empty, shape, dtype=self._dtypes[dtype], device=like.device)
+        return empty if kind in self._plain else lambda: empty().as_subclass(kind)
 
     def scratch(self, num_bytes: int, like, stream: int):
         """As CupyDoor.scratch. While PyTorch captures, its allocator gives memory of the graph's own pool."""
-        memory = like.new_empty(num_bytes, dtype=self._byte)
+        if self._empty_strided:
+            memory = self._empty_strided((num_bytes,), (1,), self._byte)
+        else:
+            memory = like.new_empty(num_bytes, dtype=self._byte)
         return memory.data_ptr(), memory
+
+    @contextlib.contextmanager
+    def on_device(self, device_id: int):
+        """As CupyDoor.on_device. PyTorch puts off the change to a device of which it knows no context."""
+        import cupy
+        with sys.modules["torch"].cuda.device(device_id), cupy.cuda.Device(device_id):
+            yield
 
     def to_host(self, x) -> np.ndarray:
         return x.cpu().numpy()
@@ -255,7 +312,7 @@ class TorchDoor:
         return torch.from_numpy(x)
 
 
-class DlpackDoor:
+class DlpackDoor(_Door):
     """Arrays that are read through DLPack: JAX's, and whatever else has ``__dlpack__``."""
 
     def __init__(self, framework: str):

@@ -62,13 +62,9 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         NotImplementedError: the tier forced by CUFLASH_TIER lacks a feature, or a torch tensor requires a gradient.
         RuntimeError: CuPy, NVRTC or the driver is missing or too old, or a first call comes during stream capture.
     """
-    door = arrays.door_of(q)
-    if door.on_cpu(q) or isinstance(door, arrays.DlpackDoor):
-        return perform(_ATTENTION, (q, k, v, out), {"causal": causal, "window": window, "softmax_scale": softmax_scale,
-                                                    "softcap": softcap, "return_lse": return_lse})
-
     # perform() written out: of three arrays the key is made in half the time.
     # Options are part of the key with their types: 1 equals True and 1.0, and must still be refused where they are not meant.
+    door = arrays.door_of(q)
     sides = tuple(map(type, window)) if type(window) is tuple else None
     key, pointers = door.key(q, k, v, out)
     if key is not None:
@@ -79,25 +75,25 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     except TypeError:           # an option that cannot be hashed: a list as window, or what is refused below
         key = call = None
     if call is None:
-        options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
-                   "return_lse": return_lse}
-        call = _prepare(_ATTENTION, door, (q, k, v, out), options, key)
+        given, options = (q, k, v, out), (causal, window, softmax_scale, softcap, return_lse)
+        if not door.launches(q):
+            return perform(_ATTENTION, given, options)
+        call = _prepare(_ATTENTION, door, given, options, key)
         if key is None:
             pointers = [door.ptr(x) for x in (q, k, v)]
     elif out is not None and call.may_overlap((*pointers, door.ptr(out))):
         # Which memory out lies in is the one thing that two calls of one key can differ in.
         _check_overlaps(_ATTENTION, call, (q, k, v, out), (*pointers, door.ptr(out)))
-    if _current_device() != call.device_id:
-        with import_cupy().cuda.Device(call.device_id):
+    if not _is_current(door, call.device_id):
+        with door.on_device(call.device_id):
             return _run(door, call, q, pointers, out)
     return _run(door, call, q, pointers, out)
 
 
 def _run(door, call: Prepared, q, pointers, out):
-    stated = call.problem
     if out is None:
-        out = door.empty(call.out_shape, stated.dtype, q)
-    lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
+        out = call.makers[0]()
+    lse = call.make_lse and call.make_lse()
     if call.scratch_bytes:
         stream = door.stream(call.device_id)
         tiles, held = door.scratch(call.scratch_bytes, q, stream)
@@ -147,17 +143,15 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
     """
     problem.check_hint("max_seqlen_q", max_seqlen_q)
     problem.check_hint("max_seqlen_k", max_seqlen_k)
-    return perform(
-        _VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out),
-        {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "return_lse": return_lse},
-        validate)
+    return perform(_VARLEN, (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, out),
+                   (causal, window, softmax_scale, softcap, return_lse), validate)
 
 
 def _run_varlen(door, call: Prepared, given, pointers, number):
-    stated, q, out = call.problem, given[0], given[-1]
+    q, out = given[0], given[-1]
     if out is None:
-        out = door.empty(call.out_shape, stated.dtype, q)
-    lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
+        out = call.makers[0]()
+    lse = call.make_lse and call.make_lse()
     if call.launch is not None:
         stream = door.stream(call.device_id)
         tiles, held = door.scratch(call.scratch_bytes, q, stream)
@@ -172,7 +166,8 @@ class Operation(NamedTuple):
 
     name: str
     arrays: tuple[str, ...]     # in the order in which they are given, q first, then those whose kind must be that of q
-    optional: tuple[str, ...]   # of these, None where not given
+    options: tuple[str, ...]    # in the order in which they are given; the first two are causal and window
+    optional: tuple[str, ...]   # of the arrays, those that are None where not given
     written: tuple[str, ...]    # of these, what the function returns; allocated where not given
     check: Callable             # views and options by name -> problem
     run: Callable               # (door, prepared call, arrays, pointers, number) -> what the function returns, on a GPU
@@ -180,8 +175,9 @@ class Operation(NamedTuple):
     lengths: tuple[str, ...] = ()               # of the arrays, those whose contents are checked where that is asked for
     check_lengths: Callable | None = None       # (problem, NumPy arrays by name), on the host
     number: str = ""            # the array for which a number may stand: data of a call, not of what is prepared
-    starts: tuple[tuple[int, int], ...] = ()    # pairs of arrays of which it matters whether both begin at one address
+    starts: Callable | None = None              # (pointers) -> which arrays begin at one address, where that matters
     only_mutable: tuple[str, ...] = ()          # of the arrays, those for frameworks only whose arrays change, besides `written`
+    prepared: type[Prepared] = Prepared
 
 
 def _check_varlen(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> None:
@@ -189,57 +185,58 @@ def _check_varlen(stated: problem.Problem, x: dict[str, np.ndarray | None]) -> N
                           {side: x[f"seqused_{side}"] for side in "qk"})
 
 
+OPTIONS = ("causal", "window", "softmax_scale", "softcap")
+FORWARD_OPTIONS = (*OPTIONS, "return_lse")
 _ATTENTION = Operation(
-    "attention", ("q", "k", "v", "out"), ("out",), ("out",), problem.check_attention,
+    "attention", ("q", "k", "v", "out"), FORWARD_OPTIONS, ("out",), ("out",), problem.check_attention,
     lambda door, call, given, pointers, number: _run(door, call, given[0], pointers[:3], given[3]),
     lambda stated, x: cpu.attention(stated, x["q"], x["k"], x["v"], x["out"]))
 
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 OF_PACKED = {"lengths": LENGTHS, "check_lengths": _check_varlen}
 _VARLEN = Operation(
-    "attention_varlen", ("q", "k", "v", *LENGTHS, "out"), ("seqused_q", "seqused_k", "out"), ("out",),
+    "attention_varlen", ("q", "k", "v", *LENGTHS, "out"), FORWARD_OPTIONS, ("seqused_q", "seqused_k", "out"), ("out",),
     problem.check_attention_varlen, _run_varlen,
     lambda stated, x: cpu.attention_varlen(stated, x["q"], x["k"], x["v"], *(x[name] for name in LENGTHS), x["out"]), **OF_PACKED)
 
 
-def perform(operation: Operation, given: tuple, options: dict, validate: bool = False, number=None):
+def perform(operation: Operation, given: tuple, options: tuple, validate: bool = False, number=None):
     """What a public function does: with arrays on a GPU a prepared launch, on the CPU NumPy.
 
     ``number`` stands for the array ``operation.number``, which then is None in ``given``.
     """
-    problem.check_flag("validate", validate)
-    q = given[0]
-    door = arrays.door_of(q)
-    if door.on_cpu(q):
-        return _on_cpu(operation, door, given, options, number)
-    if isinstance(door, arrays.DlpackDoor):
-        return _through_cupy(operation, door, given, options, validate, number)
-    if validate:
-        _validate(operation, door, given, options, number)
-    window = options["window"]
+    if validate is not False:
+        problem.check_flag("validate", validate)
+    door = arrays.door_of(given[0], operation.arrays[0])
     key, pointers = door.key_of_all(given)
     if key is not None:         # with the types of options: see attention()
-        values = tuple(options.values())
-        sides = tuple(map(type, window)) if type(window) is tuple else None
-        starts = [pointers[i] == pointers[j] for i, j in operation.starts]
-        key = (operation.name, key, values, tuple(map(type, values)), sides, config.forced_tier(), *starts)
+        window = options[1] if options else None
+        key = (operation.name, key, options, tuple(map(type, options)),
+               tuple(map(type, window)) if type(window) is tuple else None, operation.starts and operation.starts(pointers),
+               config.forced_tier())
     try:
         call = _prepared.calls.get(key)
     except TypeError:
         key = call = None
+    if call is None and not door.launches(given[0]):
+        if door.on_cpu(given[0]):
+            return _on_cpu(operation, door, given, options, number)
+        return _through_cupy(operation, door, given, options, validate, number)
+    if validate:
+        _validate(operation, door, given, options, number)
     if call is None:
         call = _prepare(operation, door, given, options, key, number)
         if key is None:
             pointers = [0 if x is None else door.ptr(x) for x in given]
     elif call.writes_given and call.may_overlap(pointers):
         _check_overlaps(operation, call, given, pointers)
-    if _current_device() != call.device_id:
-        with import_cupy().cuda.Device(call.device_id):
+    if not _is_current(door, call.device_id):
+        with door.on_device(call.device_id):
             return operation.run(door, call, given, pointers, number)
     return operation.run(door, call, given, pointers, number)
 
 
-def scratch_bytes(operation: Operation, given: tuple, options: dict, number=None) -> int:
+def scratch_bytes(operation: Operation, given: tuple, options: tuple, number=None) -> int:
     """What a call of ``perform`` takes besides its results; 0 on the CPU. Nothing is compiled."""
     door = arrays.door_of(given[0])
     on_cpu = door.on_cpu(given[0])
@@ -260,15 +257,20 @@ def _current_device() -> int:
     return _current_device()
 
 
+def _is_current(door, device_id: int) -> bool:
+    return _current_device() == device_id and (door.current_device is None or door.current_device() == device_id)
+
+
 def _views(operation: Operation, given: tuple) -> dict[str, arrays.View | None]:
     """The views of all arrays, each through the door of its own framework, so that a mix is named and refused."""
     return {name: None if x is None and name in operation.optional else arrays.door_of(x, name).view(x)
             for name, x in zip(operation.arrays, given)}
 
 
-def _check(operation: Operation, door, given: tuple, options: dict, number=None):
+def _check(operation: Operation, door, given: tuple, options: tuple, number=None):
     """(the problem, the views of all arrays by name)."""
     views = _views(operation, given)
+    options = dict(zip(operation.options, options))
     stated = operation.check(**(views if number is None else views | {operation.number: number}), **options)
     if isinstance(door, arrays.TorchDoor):
         door.refuse_grad(operation.name, dict(zip(operation.arrays, given)))
@@ -283,15 +285,16 @@ def _check_overlaps(operation: Operation, call: Prepared, given: tuple, pointers
     call.are_apart(pointers)
 
 
-def _prepare(operation: Operation, door, given: tuple, options: dict, key, number=None) -> Prepared:
+def _prepare(operation: Operation, door, given: tuple, options: tuple, key, number=None) -> Prepared:
     """The call prepared, and kept under ``key`` unless that is None."""
     stated, views = _check(operation, door, given, options, number)
     cupy = import_cupy()
     check_driver()
-    device_id = int(views["q"].device.removeprefix("cuda:"))
+    device_id = int(views[operation.arrays[0]].device.removeprefix("cuda:"))
     with cupy.cuda.Device(device_id):
         cupy.cuda.runtime.setDevice(device_id)      # makes the device's context current in a thread that has none
-        call = Prepared(stated, views, operation.written, device_id, door.stream(device_id), config.forced_tier())
+        call = operation.prepared(stated, views, operation.written, device_id, door.stream(device_id), config.forced_tier())
+    call.make_with(door, given[0])
     if key is not None:
         if len(_prepared.calls) >= _MAX_PREPARED:
             _prepared.calls.clear()
@@ -299,7 +302,7 @@ def _prepare(operation: Operation, door, given: tuple, options: dict, key, numbe
     return call
 
 
-def _validate(operation: Operation, door, given: tuple, options: dict, number) -> None:
+def _validate(operation: Operation, door, given: tuple, options: tuple, number) -> None:
     """Check what the lengths say, on the host."""
     stated, views = _check(operation, door, given, options, number)
     cupy = import_cupy()
@@ -320,7 +323,7 @@ def _refuse_changed(operation: Operation, door, given: tuple) -> None:
             raise TypeError(f"{name} is not supported for {door.framework} arrays; got {type(x).__name__}")
 
 
-def _on_cpu(operation: Operation, door, given: tuple, options: dict, number):
+def _on_cpu(operation: Operation, door, given: tuple, options: tuple, number):
     if isinstance(door, arrays.DlpackDoor):
         _refuse_changed(operation, door, given)
     stated, views = _check(operation, door, given, options, number)
@@ -329,8 +332,8 @@ def _on_cpu(operation: Operation, door, given: tuple, options: dict, number):
         x[operation.number] = number
     if operation.check_lengths:
         operation.check_lengths(stated, x)
-    had_batch_axis = not views["q"].was_3d
-    shapes = problem.result_shapes(vars(stated))
+    had_batch_axis = not views[operation.arrays[0]].was_3d
+    shapes = stated.result_shapes
     for name in operation.written:
         if x[name] is None:
             x[name] = np.empty(shapes[name] if had_batch_axis else shapes[name][1:], arrays.numpy_dtype(stated.dtype))
@@ -338,12 +341,12 @@ def _on_cpu(operation: Operation, door, given: tuple, options: dict, number):
         name: tensor if tensor is None else tensor[None] for name, tensor in x.items()})
     results = [door.from_numpy(x[name], given[0]) if tensor is None else tensor
                for name, tensor in zip(operation.arrays, given) if name in operation.written]
-    if options.get("return_lse"):
+    if stated.return_lse:
         results.append(door.from_numpy(lse if had_batch_axis or stated.varlen else lse[0], given[0]))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _through_cupy(operation: Operation, door, given: tuple, options: dict, validate: bool, number):
+def _through_cupy(operation: Operation, door, given: tuple, options: tuple, validate: bool, number):
     given_to_cupy = _to_cupy(operation, door, given)
     with import_cupy().cuda.Device(given[0].__dlpack_device__()[1]):
         result = perform(operation, given_to_cupy, options, validate, number)
@@ -355,8 +358,9 @@ def _to_cupy(operation: Operation, door, given: tuple) -> tuple:
     """The arrays of a call, on a GPU and read through DLPack, as CuPy's."""
     _refuse_changed(operation, door, given)
     views = {name: view for name, view in _views(operation, given).items() if view is not None}
-    problem.check_place({name: views[name] for name in operation.arrays[:3]})
+    first = operation.arrays[0]
+    problem.check_place({name: views[name] for name in operation.arrays[:3] if name in views})
     for name, view in views.items():
-        problem.check_beside(name, view, views["q"])
+        problem.check_beside(name, view, views[first], first)
     with import_cupy().cuda.Device(given[0].__dlpack_device__()[1]):
         return tuple(x if x is None else door.to_cupy(x) for x in given)

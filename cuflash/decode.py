@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 
 from . import cpu, problem
-from .attention import Operation, perform, scratch_bytes
+from .attention import FORWARD_OPTIONS, Operation, perform, scratch_bytes
 from .launch import Prepared
 
 
@@ -68,11 +68,9 @@ def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.
         NotImplementedError, RuntimeError: as `attention`.
     """
-    lengths, number = _lengths(cache_seqlens)
-    return perform(
-        _DECODE, (q, k_cache, v_cache, k, v, lengths, cache_batch_idx, block_table, workspace, out),
-        {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits,
-         "return_lse": return_lse}, validate, number)
+    lengths, number = _lengths(cache_seqlens, q)
+    return perform(_DECODE, (q, k_cache, v_cache, k, v, lengths, cache_batch_idx, block_table, workspace, out),
+                   (causal, window, softmax_scale, softcap, return_lse, num_splits), validate, number)
 
 
 def kvcache_workspace_bytes(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None, block_table=None,
@@ -85,32 +83,33 @@ def kvcache_workspace_bytes(q, k_cache, v_cache, *, k=None, v=None, cache_seqlen
     Raises:
         What `attention_with_kvcache` raises.
     """
-    lengths, number = _lengths(cache_seqlens)
-    return scratch_bytes(
-        _DECODE, (q, k_cache, v_cache, k, v, lengths, cache_batch_idx, block_table, None, out),
-        {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits,
-         "return_lse": return_lse}, number)
+    lengths, number = _lengths(cache_seqlens, q)
+    return scratch_bytes(_DECODE, (q, k_cache, v_cache, k, v, lengths, cache_batch_idx, block_table, None, out),
+                         (causal, window, softmax_scale, softcap, return_lse, num_splits), number)
 
 
-def _lengths(cache_seqlens) -> tuple:
+def _lengths(cache_seqlens, q) -> tuple:
     """(the array of lengths, the number that stands for one), either None."""
+    if type(cache_seqlens) is type(q):
+        return cache_seqlens, None      # the usual case: whether it is a number takes longer to find out
     return (None, cache_seqlens) if isinstance(cache_seqlens, numbers.Number) else (cache_seqlens, None)
 
 
 def _run(door, call: Prepared, given, pointers, number):
-    stated, q, workspace, out = call.problem, given[0], given[8], given[9]
-    cached = problem.fixed_length(stated, number)
+    workspace, out = given[8], given[9]
+    cached = problem.fixed_length(call.problem, number)
     if out is None:
-        out = door.empty(call.out_shape, stated.dtype, q)
-    lse = door.empty(call.lse_shape, stated.lse_dtype, q) if stated.return_lse else None
+        out = call.makers[0]()
+    lse = call.make_lse and call.make_lse()
     if call.launch is not None:
         stream = door.stream(call.device_id)
         partial_out = partial_lse = 0
         if call.scratch_bytes:
-            scratch, held = door.scratch(call.scratch_bytes, q, stream) if workspace is None else (pointers[8], None)
-            partial_out, partial_lse = (scratch + offset for offset in call.scratch_offsets.values())
-        call.launch(stream, cached, *pointers[:3], door.ptr(out), 0 if lse is None else door.ptr(lse), *pointers[3:8],
-                    partial_out, partial_lse)
+            scratch, held = door.scratch(call.scratch_bytes, given[0], stream) if workspace is None else (pointers[8], None)
+            partial_out, partial_lse = scratch, scratch + call.scratch_offsets["partial_lse"]
+        q, k_cache, v_cache, k, v, lengths, index, table, *_ = pointers
+        call.launch(stream, cached, q, k_cache, v_cache, door.ptr(out), 0 if lse is None else door.ptr(lse), k, v, lengths, index,
+                    table, partial_out, partial_lse)
     return out if lse is None else (out, lse)
 
 
@@ -118,7 +117,9 @@ _CONTENTS = ("cache_seqlens", "cache_batch_idx", "block_table")
 _COMPUTED = ("q", "k_cache", "v_cache", "k", "v", *_CONTENTS, "out")
 _DECODE = Operation(
     "attention_with_kvcache", ("q", "k_cache", "v_cache", "k", "v", *_CONTENTS, "workspace", "out"),
+    (*FORWARD_OPTIONS, "num_splits"),
     ("k", "v", *_CONTENTS, "workspace", "out"), ("out",), problem.check_attention_with_kvcache, _run,
     lambda stated, x: cpu.attention_with_kvcache(stated, *(x[name] for name in _COMPUTED)),
     _CONTENTS, lambda stated, x: problem.check_cache_lengths(stated, *(x[name] for name in _CONTENTS)),
-    number="cache_seqlens", starts=((1, 2), (3, 4)), only_mutable=("k", "v", "workspace"))
+    number="cache_seqlens", starts=lambda pointers: (pointers[1] == pointers[2], pointers[3] == pointers[4]),
+    only_mutable=("k", "v", "workspace"))

@@ -41,9 +41,11 @@ class EarlyLaunch:
                                      attributes=ctypes.pointer(self._attribute), num_attributes=1)
         self._address = ctypes.addressof(self._config)
         self._launch = library().cuLaunchKernelEx
+        self._stream = None
 
     def __call__(self, stream, argv, extra) -> None:
-        self._config.stream = stream
+        if stream != self._stream:      # to write into a ctypes structure takes as long as all else here
+            self._config.stream = self._stream = stream
         status = self._launch(self._address, self._function, argv, extra or None)
         if status:
             raise RuntimeError(f"cuLaunchKernelEx failed with {status}")

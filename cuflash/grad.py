@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import arrays, cpu, problem
-from .attention import LENGTHS, OF_PACKED, Operation, attention, perform
+from .attention import LENGTHS, OF_PACKED, OPTIONS, Operation, attention, perform
 from .launch import Prepared
 
 
@@ -49,8 +49,7 @@ def attention_backward(dout, q, k, v, out, lse, *, causal=False, window=None, so
         NotImplementedError: the tier forced by CUFLASH_TIER lacks a feature, or a torch tensor requires a gradient.
         RuntimeError: as `attention`.
     """
-    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
-               "deterministic": deterministic}
+    options = causal, window, softmax_scale, softcap, deterministic
     return perform(_BACKWARD, (q, k, v, out, lse, _unexpanded(dout, out), dlse, dq, dk, dv), options)
 
 
@@ -107,8 +106,7 @@ def attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_
     """
     problem.check_hint("max_seqlen_q", max_seqlen_q)
     problem.check_hint("max_seqlen_k", max_seqlen_k)
-    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
-               "deterministic": deterministic}
+    options = causal, window, softmax_scale, softcap, deterministic
     return perform(_VARLEN_BACKWARD, (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _unexpanded(dout, out),
                                       dlse, dq, dk, dv), options, validate)
 
@@ -124,12 +122,10 @@ def _unexpanded(dout, out):
 
 
 def _run(door, call: Prepared, given, pointers, number):
-    q, gradients = given[0], given[-3:]
-    gradients = tuple(door.empty(shape, call.problem.dtype, q) if x is None else x
-                      for x, shape in zip(gradients, call.written_shapes))
+    gradients = tuple([make() if x is None else x for x, make in zip(given[-3:], call.makers)])
     if call.launch is not None:
         stream = door.stream(call.device_id)
-        scratch, held = door.scratch(call.scratch_bytes, q, stream)
+        scratch, held = door.scratch(call.scratch_bytes, given[0], stream)
         offsets = call.scratch_offsets
         tiles, rows, dq_sum, turns = (scratch + offsets[name] if name in offsets else 0
                                       for name in ("tiles", "rows", "dq_sum", "turns"))
@@ -139,12 +135,13 @@ def _run(door, call: Prepared, given, pointers, number):
 
 
 _WRITTEN = ("dq", "dk", "dv")
+_OPTIONS = (*OPTIONS, "deterministic")
 _BACKWARD = Operation(
-    "attention_backward", ("q", "k", "v", "out", "lse", "dout", "dlse", *_WRITTEN), ("dlse", *_WRITTEN), _WRITTEN,
+    "attention_backward", ("q", "k", "v", "out", "lse", "dout", "dlse", *_WRITTEN), _OPTIONS, ("dlse", *_WRITTEN), _WRITTEN,
     problem.check_attention_backward, _run,
     lambda stated, x: cpu.backward(stated, *(x[name] for name in ("dout", "q", "k", "v", "out", "lse", "dlse", *_WRITTEN))))
 _VARLEN_BACKWARD = Operation(
-    "attention_varlen_backward", ("q", "k", "v", "out", "lse", *LENGTHS, "dout", "dlse", *_WRITTEN),
+    "attention_varlen_backward", ("q", "k", "v", "out", "lse", *LENGTHS, "dout", "dlse", *_WRITTEN), _OPTIONS,
     ("seqused_q", "seqused_k", "dlse", *_WRITTEN), _WRITTEN, problem.check_attention_varlen_backward, _run,
     lambda stated, x: cpu.backward_varlen(
         stated, *(x[name] for name in ("dout", "q", "k", "v", "out", "lse", *LENGTHS, "dlse", *_WRITTEN))),

@@ -20,7 +20,6 @@ from .problem import (
     Problem,
     check_workspace_size,
     pairs_to_keep_apart,
-    result_shapes,
 )
 
 _FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "tiles")
@@ -207,7 +206,7 @@ def strides_of(problem: Problem, views: dict[str, View | None]) -> dict[str, tup
     else:
         is_backward = isinstance(problem, BackwardProblem)
         names = {name: name for name in (*_FORWARD_STRIDES, *(_BACKWARD_STRIDES if is_backward else ()))}
-    shapes, strides = result_shapes(vars(problem)), {}
+    shapes, strides = problem.result_shapes, {}
     for name, view_name in names.items():
         view = views[view_name]
         if view is not None:
@@ -287,20 +286,30 @@ class Launch:
         self._params = (ctypes.c_char * (len(memory) - start)).from_buffer(memory, start)
         self._params[:params.nbytes] = params.tobytes()
         self._argv = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._pack = struct.Struct(f"={num_pointers}Q").pack_into
-        self._calls = []                # (launch, its first arguments)
+        self._write = self._writer(num_pointers, 0)
+        self._launches = []
         for (kernel, grid), variant in zip(steps, loaded):
             args = (variant.function, grid, 1, 1, kernel.threads, 1, 1, kernel.smem_bytes)
-            self._calls.append((EarlyLaunch(*args), ()) if early and kernel.starts_early else (launchKernel, args))
+            is_early = early and kernel.starts_early
+            self._launches.append(EarlyLaunch(*args) if is_early else functools.partial(launchKernel, *args))
         self._argv_address = ctypes.addressof(self._argv)
 
+    def _writer(self, num_pointers: int, offset: int):
+        """A function that writes so many pointers into the params."""
+        return functools.partial(struct.Struct(f"={num_pointers}Q").pack_into, self._params, offset)
+
     def __call__(self, stream: int, *pointers: int) -> None:
-        self._pack(self._params, 0, *pointers)
+        self._write(*pointers)
+        self._start(stream)
+
+    def _start(self, stream: int) -> None:
+        """Launch with the params as they are."""
+        argv = self._argv_address
         try:
-            for launch, args in self._calls:
-                launch(*args, stream, self._argv_address, 0)
+            for launch in self._launches:
+                launch(stream, argv, 0)
         except Exception as error:
-            step = self._calls.index((launch, args))
+            step = self._launches.index(launch)
             kernel, grid = self._steps[step]
             raise RuntimeError(
                 f"launch of {kernel.kernel} failed: {error}; grid {grid}, {kernel.threads} threads, {kernel.smem_bytes} "
@@ -318,6 +327,7 @@ class TensorMaps:
             tma.encode(place, views[name], *boxes[name])
 
     def follow(self, pointers: tuple[int, ...]) -> None:
+        """Let each be of the array at the pointer that a call has for it."""
         for made in self._maps:
             address, index, pointer = made
             if pointers[index] != pointer:
@@ -339,7 +349,8 @@ class TmaLaunch(Launch):
         self._maps.follow(pointers)
         if self._memset:
             self._memset(pointers[-1], 0, 4 * LIST_HEADER, stream)
-        super().__call__(stream, *pointers)
+        self._write(*pointers)
+        self._start(stream)
 
 
 class BackwardLaunch(Launch):
@@ -349,15 +360,16 @@ class BackwardLaunch(Launch):
 
     def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, int]]):
         super().__init__(steps, loaded, params, len(_FORWARD_POINTERS))
-        self._pack_own = struct.Struct(f"={len(_BACKWARD_POINTERS)}Q").pack_into
+        self._write_own = self._writer(len(_BACKWARD_POINTERS), FWD_PARAMS.itemsize)
         self._maps = TensorMaps(ctypes.addressof(self._params) + BWD_TENSOR_MAPS_OFFSET, views, boxes) if boxes else None
 
     def __call__(self, stream: int, *pointers: int) -> None:
         if self._maps:
             self._maps.follow(pointers)
         first = len(_FORWARD_POINTERS)
-        self._pack_own(self._params, FWD_PARAMS.itemsize, *pointers[first:])
-        super().__call__(stream, *pointers[:first])
+        self._write_own(*pointers[first:])
+        self._write(*pointers[:first])
+        self._start(stream)
 
 
 class DecodeLaunch(Launch):
@@ -365,14 +377,15 @@ class DecodeLaunch(Launch):
 
     def __init__(self, steps, loaded, params, early: bool):
         super().__init__(steps, loaded, params, 5, early)
-        self._pack_own = struct.Struct(f"={len(_DECODE_POINTERS)}Q").pack_into
-        self._pack_length = struct.Struct("=i").pack_into
+        self._write_own = self._writer(len(_DECODE_POINTERS), FWD_PARAMS.itemsize)
+        self._write_length = functools.partial(struct.Struct("=i").pack_into, self._params, _FIXED_SEQLEN_OFFSET)
 
-    def __call__(self, stream: int, fixed_seqlen: int, *pointers: int) -> None:
+    def __call__(self, stream: int, fixed_seqlen: int, q: int, k: int, v: int, out: int, lse: int, *own: int) -> None:
         """``fixed_seqlen``: read where there is no cache_seqlens; it may change from call to call."""
-        self._pack_length(self._params, _FIXED_SEQLEN_OFFSET, fixed_seqlen)
-        self._pack_own(self._params, FWD_PARAMS.itemsize, *pointers[5:])
-        super().__call__(stream, *pointers[:5])
+        self._write_length(fixed_seqlen)
+        self._write_own(*own)
+        self._write(q, k, v, out, lse)
+        self._start(stream)
 
 
 class Prepared:
@@ -385,15 +398,23 @@ class Prepared:
     def __init__(self, problem: Problem, views: dict[str, View | None], results: tuple[str, ...], device_id: int, stream: int,
                  tier: str | None):
         self.problem, self.device_id = problem, device_id
-        batch_axis = slice(1 if views["q"].was_3d else 0, None)
-        shapes = result_shapes(vars(problem))
+        batch_axis = slice(1 if next(iter(views.values())).was_3d else 0, None)
+        shapes = problem.result_shapes
         self.written_shapes = [shapes[name][batch_axis] for name in results]
         self.out_shape, self.lse_shape = shapes["out"][batch_axis], shapes["lse"][batch_axis]
+        self.makers, self.make_lse = (), None       # what makes results that are not given, and lse: see make_with
         self._pairs = _spans_to_keep_apart(problem, views, results)
-        self._seen_apart = set()
+        self.writes_given = bool(self._pairs)       # whether an array is written that the caller gave
+        self._apart, self._seen_apart = set(), set()
         self.launch, self.scratch_bytes, self.scratch_offsets = None, 0, {}
         if not problem.is_empty:
             self._prepare_launch(views, stream, tier)
+
+    def make_with(self, door, like) -> None:
+        """Let the door make the results of calls, in order, as arrays like this one."""
+        self.makers = [door.maker(shape, self.problem.dtype, like) for shape in self.written_shapes]
+        if self.problem.return_lse:
+            self.make_lse = door.maker(self.lse_shape, self.problem.lse_dtype, like)
 
     def _prepare_launch(self, views, stream, tier) -> None:
         problem, device = self.problem, device_of(self.device_id)
@@ -415,17 +436,18 @@ class Prepared:
         else:
             self.launch = Launch(steps, loaded, params, num_pointers)
 
-    @property
-    def writes_given(self) -> bool:
-        """Whether an array is written that the caller gave."""
-        return bool(self._pairs)
-
     def may_overlap(self, pointers) -> bool:
         """Whether the addresses that a written array spans meet those of another; check_overlap tells if they share any."""
+        pointers = tuple(pointers)
+        if pointers in self._apart:     # where they lay before, which most calls repeat
+            return False
         for i, j, low, high in self._pairs:
             distance = pointers[j] - pointers[i]
             if low < distance < high and (i, j, distance) not in self._seen_apart:
                 return True
+        if len(self._apart) > 256:
+            self._apart.clear()
+        self._apart.add(pointers)
         return False
 
     def are_apart(self, pointers) -> None:

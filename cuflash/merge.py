@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 
 import numpy as np
 
-from . import arrays, jit, problem
+from . import arrays, jit, launch, problem
+from .attention import Operation, perform
 from .config_base import DTYPE_CODES, Kernel, vec_bytes
-from .launch import Launch, device_of, kernel_constants
-from .memory import byte_extent, contiguous_strides
+from .memory import contiguous_strides
 from .problem import MAX_PARTS, MergeProblem
 
 # MergeParams of kernels/merge.cu, field by field; the kernel checks size and offsets when it is compiled.
@@ -18,17 +18,6 @@ MERGE_PARAMS = np.dtype(
      ("outs_strides", np.int64, (MAX_PARTS, 3)), ("out_strides", np.int64, 3)]
     + [(name, np.int32) for name in ("batch", "seqlen", "heads", "head_dim_v", "num_parts")], align=True)
 _THREADS = 256              # a warp a row: blocks of any size are as good, these fill a multiprocessor
-_MAX_PREPARED = 1024        # prepared calls a thread keeps: a few KiB each
-
-
-class _Calls(threading.local):
-    """Prepared calls by what they depend on. One set a thread: a launch writes its pointers into its own record."""
-
-    def __init__(self):
-        self.prepared = {}
-
-
-_calls = _Calls()
 
 
 def merge_attention(outs, lses, *, out=None):
@@ -57,42 +46,7 @@ def merge_attention(outs, lses, *, out=None):
         NotImplementedError, RuntimeError: as `attention`.
     """
     problem.check_parts(outs, lses)
-    door = arrays.door_of(outs[0], "outs[0]")
-    given = (*outs, *lses, out)
-    on_cpu = door.on_cpu(outs[0])
-    if isinstance(door, arrays.DlpackDoor):
-        if out is not None:
-            raise TypeError(f"out is not supported for {door.framework} arrays; got {type(out).__name__}")
-        if not on_cpu:
-            return _through_cupy(door, outs, lses)
-    if on_cpu:
-        return _on_cpu(door, outs, lses, out)
-    key, pointers = door.key_of_all(given)
-    call = _calls.prepared.get(key)
-    if call is None:
-        call = _prepare(door, given, key)
-        if key is None:
-            pointers = [0 if x is None else door.ptr(x) for x in given]
-    elif out is not None and call.may_overlap(pointers):
-        views = _views(given)
-        problem.check_overlap("out", views.pop("out"), views)
-    with jit.import_cupy().cuda.Device(call.device_id):
-        return call(door, outs[0], out, pointers)
-
-
-def _views(given) -> dict[str, arrays.View | None]:
-    """The views of all arrays by name, each through the door of its own framework, so that a mix is named and refused."""
-    count = len(given) // 2
-    names = (*(f"outs[{i}]" for i in range(count)), *(f"lses[{i}]" for i in range(count)), "out")
-    return {name: None if x is None and name == "out" else arrays.door_of(x, name).view(x) for name, x in zip(names, given)}
-
-
-def _check(door, given) -> tuple[MergeProblem, dict[str, arrays.View | None]]:
-    views = _views(given)
-    stated = problem.check_merge(views, len(given) // 2)
-    if isinstance(door, arrays.TorchDoor):
-        door.refuse_grad("merge_attention", dict(zip(views, given)))
-    return stated, views
+    return perform(_operation(len(outs)), (*outs, *lses, out), ())
 
 
 # ------------------------------------------------------------------------------------------------------------------- GPU
@@ -123,78 +77,38 @@ def params_of(stated: MergeProblem, views: dict[str, arrays.View | None]) -> np.
     return record
 
 
-class _Prepared:
-    """A call prepared for given shapes, strides, dtypes, alignment and device."""
-
-    def __init__(self, stated: MergeProblem, views: dict[str, arrays.View | None], device_id: int, stream: int):
-        self.problem, self.device_id = stated, device_id
-        self.out_shape = views["outs[0]"].shape[views["outs[0]"].was_3d:]
-        self.lse_shape = (stated.batch, stated.heads, stated.seqlen)[views["outs[0]"].was_3d:]
-        self._extents = [(0, 0) if view is None else byte_extent(view) for view in views.values()]
-        self._launch, self._nulls = None, (0,) * (MAX_PARTS - stated.num_parts)
-        if stated.is_empty:
-            return
-        kernel, device = kernel_of(stated), device_of(device_id)
-        loaded = jit.load(kernel.kernel, kernel_constants(kernel), jit.arch_for(device.compute_capability), device_id,
+class _Prepared(launch.Prepared):
+    def _prepare_launch(self, views, stream, tier) -> None:
+        stated, device = self.problem, launch.device_of(self.device_id)
+        kernel = kernel_of(stated)
+        loaded = jit.load(kernel.kernel, launch.kernel_constants(kernel), jit.arch_for(device.compute_capability), self.device_id,
                           stream=stream)
         blocks = -(-stated.batch * stated.seqlen * stated.heads * 32 // kernel.threads)
-        self._launch = Launch([(kernel, blocks)], [loaded], params_of(stated, views), 2 * MAX_PARTS + 2)
-
-    def may_overlap(self, pointers) -> bool:
-        """Whether the addresses that out spans meet those of another array; check_overlap tells if they share any."""
-        *spans, (first, end) = ((pointer + low, pointer + high) for pointer, (low, high) in zip(pointers, self._extents))
-        return any(first < other_end and other_first < end for other_first, other_end in spans)
-
-    def __call__(self, door, like, out, pointers):
-        if out is None:
-            out = door.empty(self.out_shape, self.problem.dtype, like)
-        lse = door.empty(self.lse_shape, self.problem.lse_dtype, like)
-        if self._launch is not None:
-            count = self.problem.num_parts
-            self._launch(door.stream(self.device_id), *pointers[:count], *self._nulls, *pointers[count:2 * count], *self._nulls,
-                         door.ptr(out), door.ptr(lse))
-        return out, lse
+        self.launch = launch.Launch([(kernel, blocks)], [loaded], params_of(stated, views), 2 * MAX_PARTS + 2)
 
 
-def _prepare(door, given, key) -> _Prepared:
-    """The call prepared, and kept under ``key`` unless that is None."""
-    stated, views = _check(door, given)
-    cupy = jit.import_cupy()
-    jit.check_driver()
-    device_id = int(views["outs[0]"].device.removeprefix("cuda:"))
-    with cupy.cuda.Device(device_id):
-        cupy.cuda.runtime.setDevice(device_id)      # makes the device's context current in a thread that has none
-        call = _Prepared(stated, views, device_id, door.stream(device_id))
-    if key is not None:
-        if len(_calls.prepared) >= _MAX_PREPARED:
-            _calls.prepared.clear()
-        _calls.prepared[key] = call
-    return call
+def _run(door, call: _Prepared, given, pointers, number):
+    count, out = call.problem.num_parts, given[-1]
+    if out is None:
+        out = call.makers[0]()
+    lse = call.make_lse()
+    if call.launch is not None:
+        nulls = (0,) * (MAX_PARTS - count)
+        call.launch(door.stream(call.device_id), *pointers[:count], *nulls, *pointers[count:2 * count], *nulls, door.ptr(out),
+                    door.ptr(lse))
+    return out, lse
 
 
-def _through_cupy(door, outs, lses):
-    views = {name: view for name, view in _views((*outs, *lses, None)).items() if view is not None}
-    problem.check_place(views)
-    with jit.import_cupy().cuda.Device(outs[0].__dlpack_device__()[1]):
-        result = merge_attention(*([door.to_cupy(x) for x in group] for group in (outs, lses)))
-        door.keep_until_done(*outs, *lses)
-        return tuple(map(door.from_cupy, result))
+@functools.cache
+def _operation(count: int) -> Operation:
+    """Of so many parts."""
+    outs, lses = ([f"{name}[{i}]" for i in range(count)] for name in ("outs", "lses"))
+    return Operation(
+        "merge_attention", (*outs, *lses, "out"), (), ("out",), ("out",), lambda **views: problem.check_merge(views, count), _run,
+        lambda stated, x: _merge(stated, [x[name] for name in outs], [x[name] for name in lses], x["out"]), prepared=_Prepared)
 
 
 # ------------------------------------------------------------------------------------------------------------------- CPU
-
-def _on_cpu(door, outs, lses, out):
-    stated, views = _check(door, (*outs, *lses, out))
-    is_batch = not views["outs[0]"].was_3d
-    shape = views["outs[0]"].shape
-    target = np.empty(shape if is_batch else shape[1:], arrays.numpy_dtype(stated.dtype)) if out is None else door.to_numpy(out)
-    of_parts = [[door.to_numpy(x) for x in group] for group in (outs, lses)]
-    if is_batch:
-        lse = _merge(stated, *of_parts, target)
-    else:
-        lse = _merge(stated, *([x[None] for x in group] for group in of_parts), target[None])[0]
-    return door.from_numpy(target, outs[0]) if out is None else out, door.from_numpy(lse, outs[0])
-
 
 def _merge(stated: MergeProblem, outs: list[np.ndarray], lses: list[np.ndarray], out: np.ndarray) -> np.ndarray:
     """Writes ``out`` and returns lse. Scratch: what the outs of one of the batch take in the type of the sums, three times."""

@@ -25,8 +25,32 @@ WORKSPACE_ALIGNMENT = 16        # bytes: the widest access to partial results
 MAX_STRIDE = 2**62
 
 
+class _Call:
+    """What all problems have in common."""
+
+    varlen = False
+
+    @property
+    def in_place(self) -> tuple[str, ...]:
+        """The arrays that the call changes besides its results."""
+        return ()
+
+    def may_share(self, one: str, other: str) -> bool:
+        """Whether two arrays may share memory though the call writes one of them."""
+        return False
+
+    @property
+    def lse_dtype(self) -> str:
+        return lse_dtype(self.dtype)
+
+    @property
+    def result_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of each result, as views have them."""
+        return result_shapes(vars(self))
+
+
 @dataclass(frozen=True)
-class Problem:
+class Problem(_Call):
     """One attention forward: sizes, dtype, mask and score options.
 
     Query i sees key j iff ``i + d - window_left <= j <= i + d + window_right`` with ``d = seqlen_k - seqlen_q``;
@@ -69,19 +93,6 @@ class Problem:
     def is_empty(self) -> bool:
         """Nothing is written: there is no output element and no lse."""
         return 0 in (self.batch_axis, self.seqlen_q, self.heads_q)
-
-    @property
-    def in_place(self) -> tuple[str, ...]:
-        """The arrays that the call changes besides its results."""
-        return ()
-
-    def may_share(self, one: str, other: str) -> bool:
-        """Whether two arrays may share memory though the call writes one of them."""
-        return False
-
-    @property
-    def lse_dtype(self) -> str:
-        return lse_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -139,7 +150,7 @@ class DecodeProblem(Problem):
 
 
 @dataclass(frozen=True)
-class MergeProblem:
+class MergeProblem(_Call):
     """Results of attention to parts of the keys, to be joined. ``alignment`` is that of outs and of the result."""
 
     dtype: str
@@ -150,14 +161,16 @@ class MergeProblem:
     num_parts: int
     alignment: int = 16
 
+    return_lse = True
+
     @property
     def is_empty(self) -> bool:
         """Nothing is written: there is no output element and no lse."""
         return 0 in (self.batch, self.seqlen, self.heads)
 
     @property
-    def lse_dtype(self) -> str:
-        return lse_dtype(self.dtype)
+    def result_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"out": (self.batch, self.seqlen, self.heads, self.head_dim_v), "lse": (self.batch, self.heads, self.seqlen)}
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
@@ -663,12 +676,12 @@ def check_place(views: dict[str, View]) -> None:
         raise ValueError(f"{names} must be on one device; got {', '.join(devices)}")
 
 
-def check_beside(name: str, view: View, q: View) -> None:
-    """Raise unless the array is on the device of q and of its framework."""
+def check_beside(name: str, view: View, q: View, of: str = "q") -> None:
+    """Raise unless the array is on the device of q, or what else it is called, and of its framework."""
     if view.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}; got {view.device}")
+        raise ValueError(f"{name} must be on the device of {of}, {q.device}; got {view.device}")
     if view.framework != q.framework:
-        raise TypeError(f"{name} must come from the framework of q, {q.framework}; got {view.framework}")
+        raise TypeError(f"{name} must come from the framework of {of}, {q.framework}; got {view.framework}")
 
 
 def check_kind(views: dict[str, View]) -> None:

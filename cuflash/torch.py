@@ -1,4 +1,4 @@
-"""attention and attention_varlen for PyTorch: with gradients, and under everything that traces or transforms.
+"""The functions of cuflash for PyTorch: with gradients, and under everything that traces or transforms.
 
 Three ways lead to the same kernels. Plain tensors that want no gradient go straight to the functions of the package, plain ones
 that want one through an autograd.Function; custom operators, ``torch.ops.cuflash.*``, are what torch.compile, fake tensors and
@@ -17,13 +17,17 @@ except ModuleNotFoundError as error:
 if not hasattr(torch.library, "register_vmap"):
     raise ImportError(f"cuflash.torch needs PyTorch 2.5 or newer; got {torch.__version__}")
 
+from torch.autograd import forward_ad as _forward_ad
+
 from . import attention as _attention
 from . import attention_backward, attention_varlen_backward, problem
 from . import attention_varlen as _attention_varlen
+from . import attention_with_kvcache as _attention_with_kvcache
+from . import merge_attention as _merge_attention
 
-__all__ = ["attention", "attention_varlen", "register_sdpa"]
+__all__ = ["attention", "attention_varlen", "attention_with_kvcache", "merge_attention", "register_sdpa"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _CAST = (torch.float16, torch.bfloat16, torch.float32)      # what autocast turns into its own dtype; float64 stays
 
 
@@ -47,6 +51,9 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         TypeError, ValueError, RuntimeError: as `cuflash.attention`; in compiled code when it runs.
         NotImplementedError: a second derivative is asked for, or as `cuflash.attention`.
     """
+    if _is_simple(q, k, v) and type(deterministic) is bool:
+        return _attention(q, k, v, causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap,
+                          return_lse=return_lse)
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap}
     return _attend(cast(q, k, v), options, deterministic, return_lse)
 
@@ -75,59 +82,156 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
     return _attend(tensors, options, deterministic, return_lse)
 
 
+def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens=None, cache_batch_idx=None, block_table=None,
+                           causal=True, window=None, softmax_scale=None, softcap=0.0, num_splits=0, return_lse=False):
+    """`cuflash.attention_with_kvcache`, in code that is compiled too. Nothing of it is differentiable.
+
+    Args:
+        q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, causal, window, softmax_scale, softcap,
+            num_splits, return_lse: as in `cuflash.attention_with_kvcache`. q, k and v are of any strides, and under autocast they
+            are cast to the dtype of the caches, which are taken as they are and written where they lie.
+
+    Returns:
+        out, with ``return_lse`` (out, lse), as `cuflash.attention_with_kvcache`, which also takes ``out`` and ``workspace``.
+
+    Works under torch.compile and CUDA graphs as `attention` does; an integer as cache_seqlens may be a symbolic one.
+
+    Raises:
+        NotImplementedError: a tensor requires a gradient, outside of torch.no_grad().
+        And as `attention`.
+    """
+    if _is_simple(q, k_cache, v_cache) and (k is None or _is_simple(k, v, v)):
+        return _attention_with_kvcache(
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
+            causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap, num_splits=num_splits,
+            return_lse=return_lse)
+    if _casts(q):
+        q, k, v = (x.to(k_cache.dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in (q, k, v))
+    tensors = q, k_cache, v_cache, k, v, cache_batch_idx, block_table
+    of_lengths = isinstance(cache_seqlens, torch.Tensor)
+    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap}
+    if not torch.compiler.is_compiling() and _is_plain((*tensors, cache_seqlens)) and not _is_transformed():
+        return _attention_with_kvcache(
+            _rows(q), k_cache, v_cache, k=_rows(k), v=_rows(v), cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx,
+            block_table=block_table, num_splits=num_splits, return_lse=return_lse, **options)
+    names = "q", "k_cache", "v_cache", "k", "v"
+    wanting = [name for name, x in zip(names, tensors) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if wanting and torch.is_grad_enabled():
+        raise NotImplementedError(f"{', '.join(wanting)} require a gradient, which cuflash.torch.attention_with_kvcache does not "
+                                  "record: attention and attention_varlen do; call this one under torch.no_grad() or on "
+                                  "x.detach()")
+    operator = torch.ops.cuflash.attention_with_kvcache if k is None else torch.ops.cuflash.attention_with_kvcache_append
+    lengths, number = (cache_seqlens, None) if of_lengths else (None, cache_seqlens)
+    out, lse = operator(*tensors, lengths, number, *_flat(options), num_splits, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def merge_attention(outs, lses):
+    """`cuflash.merge_attention` with gradients of outs and lses.
+
+    Args:
+        outs, lses: as in `cuflash.merge_attention`.
+
+    Returns:
+        (out, lse), as `cuflash.merge_attention`. A part whose lse is -inf has no influence, and gets gradient 0.
+
+    Works under torch.compile, torch.func and CUDA graphs, and can be differentiated again.
+
+    Raises:
+        As `attention`.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.cuflash.merge_attention(outs, lses)
+    problem.check_parts(outs, lses)
+    tensors = (*outs, *lses)
+    if not _is_plain(tensors):
+        return torch.ops.cuflash.merge_attention(list(outs), list(lses))
+    if _is_transformed():
+        return _merge_unfused(outs, lses)
+    if _wants_grad(*tensors) and torch.is_grad_enabled():
+        return _Merge.apply(*tensors)
+    return _merge_attention(outs, lses)
+
+
 # ------------------------------------------------------------------------------------------------------- which way to go
+
+def _is_simple(q, k, v) -> bool:
+    """Whether they are plain tensors of contiguous rows that want no gradient, and nothing else is to see what is called: the
+    usual case of inference, found out in half the time that the checks below take."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        return (type(q) is type(k) is type(v) is _TENSOR and not (q.requires_grad or k.requires_grad or v.requires_grad)
+                and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not torch._C._is_any_autocast_enabled()
+                and not _is_watched() and not _is_transformed())
+    except (IndexError, RuntimeError):      # no axes, or no strides
+        return False
+
 
 def cast(q, k, v) -> tuple:
     """q, k and v as autocast wants them."""
+    if not _casts(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in (q, k, v))
+
+
+def _casts(q) -> bool:
+    """Whether autocast is at work where q is."""
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q must be a torch.Tensor; got {type(q).__name__}: cuflash.attention takes arrays of other frameworks")
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return q, k, v          # the usual case, in a fifth of the time
+        return False            # the usual case, in a fifth of the time
     kind = q.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _CAST else x for x in (q, k, v))
+    return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
 def _attend(tensors: tuple, options: dict, deterministic, return_lse):
     """``tensors``: q, k and v, and of a packed batch the four of its lengths, which tells the two apart."""
     compiling = torch.compiler.is_compiling()
-    if not compiling:
+    if deterministic is not False and not compiling:
         problem.check_flag("deterministic", deterministic)
+    is_plain = not compiling and _is_plain(tensors)
+    is_transformed = is_plain and _is_transformed()
+    if is_plain and not is_transformed and not (_wants_grad(*tensors[:3]) and torch.is_grad_enabled()):
+        return _forward(tensors, options, return_lse)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    if compiling or not _is_plain(tensors):
+    if not is_plain:
         operator = torch.ops.cuflash.attention if len(tensors) == 3 else torch.ops.cuflash.attention_varlen
         out, lse = operator(*tensors, *_flat(options), deterministic)
-    elif _is_transformed():
-        out, lse = _TransformedAttention.apply(options, deterministic, *tensors)
-    elif torch.is_grad_enabled() and _wants_grad(*tensors[:3]):
-        out, lse = _Attention.apply(options, deterministic, *tensors)
     else:
-        return _forward(tensors, options, return_lse)
+        function = _TransformedAttention if is_transformed else _Attention
+        out, lse = function.apply(options, deterministic, *tensors)
     return (out, lse) if return_lse else out
 
 
 def _is_plain(tensors: tuple) -> bool:
     """Whether nothing but autograd and torch.func wants to see what happens to the tensors."""
     for x in tensors:
-        if x is not None and type(x) not in _PLAIN:
-            # What is no tensor at all is plain: the function of the package names it.
-            if isinstance(x, torch.Tensor):
-                return False
-    return not torch._C._len_torch_dispatch_stack() and torch._C._get_tracing_state() is None
+        # What is no tensor at all is plain: the function of the package names it.
+        if type(x) is not _TENSOR and isinstance(x, _TENSOR) and type(x) is not _PARAMETER:
+            return False
+    return not _is_watched()
 
 
-def _wants_grad(q, k, v) -> bool:
+def _is_watched() -> bool:
+    """Whether a dispatch mode or a tracer is at work."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
+def _wants_grad(*tensors) -> bool:
     try:
-        return q.requires_grad or k.requires_grad or v.requires_grad
+        for x in tensors:
+            if x.requires_grad:
+                return True
     except AttributeError:      # no tensor: the function of the package says so
-        return False
+        pass
+    return False
 
 
 def _is_transformed() -> bool:
     """Whether torch.func or forward-mode differentiation is at work."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or _forward_ad._current_level >= 0
 
 
 def _flat(options: dict) -> tuple:
@@ -154,7 +258,12 @@ def _rows(x):
 
 def _forward(tensors: tuple, options: dict, return_lse=True):
     q, k, v, *lengths = tensors
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    try:
+        are_rows = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    except (AttributeError, IndexError, RuntimeError):
+        are_rows = False
+    if not are_rows:
+        q, k, v = _rows(q), _rows(k), _rows(v)
     if not lengths:
         return _attention(q, k, v, return_lse=return_lse, **options)
     *ends, seqused_q, seqused_k = lengths
@@ -169,6 +278,38 @@ def _backward(dout, dlse, out, lse, tensors: tuple, options: dict, deterministic
         return attention_backward(*given, **more)
     *ends, seqused_q, seqused_k = lengths
     return attention_varlen_backward(*given, *ends, seqused_q=seqused_q, seqused_k=seqused_k, **more)
+
+
+def _merge_unfused(outs, lses) -> tuple:
+    """merge_attention by PyTorch's own functions, whatever they are to be for."""
+    lses = torch.stack(tuple(lses))
+    seen = lses != -torch.inf
+    has_keys = seen.any(0)
+    lses = torch.where(has_keys, lses, 0)       # where no part has seen a key gradients would be NaN
+    lse = lses.logsumexp(0)
+    parts = torch.where(_by_row(seen), torch.stack(tuple(outs)).to(lse.dtype), 0)
+    weights = torch.where(seen, (lses - lse).exp(), 0)
+    return (parts * _by_row(weights)).sum(0).to(outs[0].dtype), torch.where(has_keys, lse, -torch.inf)
+
+
+def _merge_gradients(dout, dlse, out, lse, outs, lses) -> tuple:
+    """(gradients of outs, of lses): each part weighs exp(its lse - lse)."""
+    d_outs, d_lses = [], []
+    for x, of_part in zip(outs, lses):
+        seen = of_part != -torch.inf
+        weight = torch.where(seen, of_part - torch.where(seen, lse, 0), -torch.inf).exp()
+        d_outs.append(None if dout is None else (_by_row(weight) * dout).to(x.dtype))
+        d_lse = 0 if dlse is None else dlse
+        if dout is not None:
+            apart = torch.where(_by_row(seen), x, 0).to(lse.dtype) - out
+            d_lse = d_lse + (apart * dout).sum(-1).transpose(-1, -2)
+        d_lses.append(torch.where(seen, weight * d_lse, 0))
+    return d_outs, d_lses
+
+
+def _by_row(x):
+    """(..., heads, seqlen) as (..., seqlen, heads, 1)."""
+    return x.transpose(-1, -2).unsqueeze(-1)
 
 
 def _refuse_second_derivative(*_):
@@ -254,6 +395,27 @@ class _Gradients(torch.autograd.Function):
                               lambda *folded: _Gradients.apply(options, deterministic, *folded))
 
 
+class _Merge(torch.autograd.Function):
+    """(*outs, *lses) -> out, lse."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        count = len(tensors) // 2
+        out, lse = _merge_attention(tensors[:count], tensors[count:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, *tensors)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        out, lse, *tensors = ctx.saved_tensors
+        if dout is dlse is None:
+            return (None,) * len(tensors)
+        count = len(tensors) // 2
+        d_outs, d_lses = _merge_gradients(dout, dlse, out, lse, tensors[:count], tensors[count:])
+        return *d_outs, *d_lses
+
+
 # ---------------------------------------------------------------------------------------------------------------- operators
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
@@ -318,6 +480,41 @@ def _vmap_backward_operator(info, in_dims, *args):
                           lambda *folded: _call_backward(*folded[:4], folded[4:], flat[:-1], flat[-1]))
 
 
+_CACHES = ("Tensor q, {k_cache}, {v_cache}, Tensor? k, Tensor? v, Tensor? cache_batch_idx, Tensor? block_table, "
+           "Tensor? cache_seqlens, SymInt? seqlen, bool causal, int window_left, int window_right, float? softmax_scale, "
+           "float softcap, int num_splits, bool return_lse")
+
+
+def _run_cached(q, k_cache, v_cache, k, v, cache_batch_idx, block_table, cache_seqlens, seqlen, causal, left, right,
+                softmax_scale, softcap, num_splits, return_lse):
+    result = _attention_with_kvcache(
+        _rows(q), k_cache, v_cache, k=_rows(k), v=_rows(v), cache_seqlens=seqlen if cache_seqlens is None else cache_seqlens,
+        cache_batch_idx=cache_batch_idx, block_table=block_table, num_splits=num_splits, return_lse=return_lse,
+        **_named(causal, left, right, softmax_scale, softcap))
+    return result if return_lse else (result, q.new_empty(0))
+
+
+def _fake_cached(q, k_cache, v_cache, *rest):
+    out, lse = _fake_forward(q, k_cache, v_cache)
+    return out, lse if rest[-1] else q.new_empty(0)
+
+
+def _fake_merge(outs, lses):
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
+
+
+def _keep_parts(ctx, inputs, output):
+    outs, lses = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *outs, *lses)
+
+
+def _differentiate_merge(ctx, dout, dlse):
+    out, lse, *tensors = ctx.saved_tensors
+    count = len(tensors) // 2
+    return _merge_gradients(dout, dlse, out, lse, tensors[:count], tensors[count:])
+
+
 def _define() -> None:
     forward_results, backward_results = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
     statistics = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
@@ -332,6 +529,17 @@ def _define() -> None:
         backward.register_fake(_fake_backward)
         backward.register_autograd(_refuse_second_derivative)
         backward.register_vmap(_vmap_backward_operator)
+    # Two of a cache: one that writes nothing must not pass for one that does.
+    plain, written = ("Tensor k_cache", "Tensor v_cache"), ("Tensor(a!) k_cache", "Tensor(b!) v_cache")
+    for name, caches, mutated in (("", plain, ()), ("_append", written, ("k_cache", "v_cache"))):
+        schema = _CACHES.format(k_cache=caches[0], v_cache=caches[1])
+        cached = torch.library.custom_op(f"cuflash::attention_with_kvcache{name}", _run_cached, mutates_args=mutated,
+                                         schema=f"({schema}) -> {forward_results}")
+        cached.register_fake(_fake_cached)
+    merge = torch.library.custom_op("cuflash::merge_attention", _merge_attention, mutates_args=(),
+                                    schema=f"(Tensor[] outs, Tensor[] lses) -> {forward_results}")
+    merge.register_fake(_fake_merge)
+    merge.register_autograd(_differentiate_merge, setup_context=_keep_parts)
 
 
 _define()

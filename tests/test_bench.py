@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib
 import importlib.machinery
 import json
@@ -11,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import click
@@ -1243,6 +1245,58 @@ def test_a_decoding_is_timed_as_a_graph_of_calls_on_caches_in_turn(monkeypatch):
     assert len(calls) == 1 + 75
     warm = run.Bench(["cuflash"], device_id=0, flush=False, say=lambda line: None)
     assert warm._caches(case) == 1 and warm._timer(case).calls_a_run == 64
+
+
+def test_all_data_are_made_before_the_first_graph(contenders, monkeypatch):
+    """A replay writes wherever it wrote when it was captured: nothing that is made later may come to lie there."""
+    events = []
+    monkeypatch.setattr(peers, "problem_of", lambda name, case: tiny(causal=True) if name == "good" else case)
+    data = run._Data
+    monkeypatch.setattr(run, "_Data", lambda case, *rest: events.append(f"data {case.name}") or data(case, *rest))
+    bench, _ = bench_of(["cuflash", "good", "wrong", "breaks"], NamedTimer(1e-3))
+    monkeypatch.setattr(bench, "_timed_as", lambda call, case: ("graph", events.append("graph") or call))
+    bench.framework, one = "numpy", {"results": {}}
+    calls, single_calls = bench._prepare(tiny(), bench.names, one, bench.timer)
+    assert events == [f"data {tiny().name}", f"data {tiny(causal=True).name}", "graph", "graph"]
+    assert list(calls) == list(single_calls) == ["cuflash", "good"] and list(one["results"]) == bench.names
+    assert "wrong result" in one["results"]["wrong"]["failed"] and one["results"]["good"]["mode"] == "graph"
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_what_a_graph_writes_is_not_handed_to_others(monkeypatch, framework):
+    events, pools = [], []
+
+    class Pool:
+        def __init__(self):
+            pools.append(weakref.ref(self))
+
+        def malloc(self, size):
+            raise AssertionError("nothing is allocated here")
+
+    @contextlib.contextmanager
+    def using_allocator(malloc):
+        assert isinstance(malloc.__self__, Pool)
+        events.append("own pool")
+        yield
+        events.append("common pool")
+
+    def graph(name):
+        return lambda *given, **named: events.append(name)
+
+    stream = types.SimpleNamespace(begin_capture=graph("begin"))
+    stream.end_capture = lambda: events.append("end") or types.SimpleNamespace(launch=graph("launch"))
+    cuda = types.SimpleNamespace(MemoryPool=Pool, using_allocator=using_allocator, get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    made = types.SimpleNamespace(capture_begin=graph("begin"), capture_end=graph("end"), replay=graph("launch"))
+    torch = types.SimpleNamespace(cuda=types.SimpleNamespace(CUDAGraph=lambda: made))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    replay = timing.captured(graph("call"), framework, 2)
+    replay()
+    assert events == ["own pool", "call", "begin", "call", "call", "end", "common pool", "launch"]
+    assert pools[0]() is not None
+    del replay
+    gc.collect()
+    assert pools[0]() is None
 
 
 @pytest.fixture

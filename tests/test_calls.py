@@ -6,6 +6,7 @@ what it keeps for the next call is all that is looked at.
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import types
 
@@ -122,7 +123,8 @@ def gpu(request, monkeypatch):
     monkeypatch.setattr(attention, "_current_device", lambda: 0)
     monkeypatch.setattr(attention, "check_driver", lambda: None)
     monkeypatch.setattr(arrays.CupyDoor, "stream", lambda self, device_id: 7)
-    monkeypatch.setattr(arrays.CupyDoor, "empty", lambda self, shape, dtype, like: made.array(shape, dtype))
+    monkeypatch.setattr(arrays, "_doors", {})  # a door takes CuPy's functions when it is made
+    monkeypatch.setattr(arrays.CupyDoor, "maker", lambda self, *what: functools.partial(made.array, *what[:2]))
     monkeypatch.setattr(cupy.cuda, "Device", Device)
     monkeypatch.setattr(cupy.cuda, "alloc", alloc)
     for name, function in (
@@ -469,6 +471,33 @@ def test_other_arrays_go_through_cupy(gpu, monkeypatch):
     assert list(gpu.taken()) == [gpu.forward] and lse.shape == SHAPES["lse"]
 
 
+def test_a_device_that_is_not_current(gpu, monkeypatch):
+    """Made current for the call, if CUDA or the framework has another one for current."""
+    attention, entered = importlib.import_module("cuflash.attention"), []
+    q, k, v = gpu.arrays("q", "k", "v")
+    calls = {
+        "attention": lambda: cuflash.attention(q, k, v),
+        "attention_with_kvcache": lambda: cuflash.attention_with_kvcache(q, k, v),
+    }
+    for call in calls.values():
+        call()
+    gpu.taken()
+
+    @contextlib.contextmanager
+    def on_device(self, device_id):
+        entered.append(device_id)
+        yield
+        assert gpu.launches and gpu.taken()
+
+    monkeypatch.setattr(arrays.CupyDoor, "on_device", on_device)
+    for current, of_framework in ((1, None), (0, lambda: 1), (1, lambda: 0), (0, lambda: 0)):
+        monkeypatch.setattr(attention, "_current_device", lambda current=current: current)
+        monkeypatch.setattr(arrays.CupyDoor, "current_device", of_framework and staticmethod(of_framework))
+        for call in calls.values():
+            call()
+    assert entered == [0] * 6 and len(gpu.taken()) == 3
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Decoding
 
@@ -547,7 +576,7 @@ def test_with_out_and_a_workspace_nothing_is_allocated(gpu, monkeypatch, num_spl
     needed = cuflash.kvcache_workspace_bytes(q, k_cache, v_cache, **options)
     assert gpu.kernels == gpu.allocated == [] and (needed > 0) == (num_splits != 1)
     workspace = gpu.array((needed + 1000,), "uint8")[1000 - 1000 % 16 :] if needed else gpu.array((0,), "uint8")
-    monkeypatch.setattr(arrays.CupyDoor, "empty", None)
+    monkeypatch.setattr(arrays.CupyDoor, "maker", lambda self, *what: None)
     for _ in range(2):
         cuflash.attention_with_kvcache(q, k_cache, v_cache, workspace=workspace, **options)
         for record in gpu.taken().values():

@@ -1287,7 +1287,7 @@ def test_warmup_of_decoding(no_gpu, built, tmp_path):
     assert run(*one, "--decode", "--output", tmp_path)[0] == 0
     # In rows and in pages, with new keys and without.
     kernels = [variant.kernel for variant in built]
-    counts = {"fwd_sm90": 1, "decode_sm80": 4, "decode_sm90": 4, "decode_combine": 8}
+    counts = {"fwd_sm90": 1, "decode_sm80": 4, "decode_sm90": 4, "decode_combine": 8, "merge": 2}
     assert {kernel: kernels.count(kernel) for kernel in kernels} == counts
     for kernel in ("decode_sm80", "decode_sm90"):
         ways = {(dict(v.constants)["PAGED"], dict(v.constants)["APPENDS"]) for v in built if v.kernel == kernel}

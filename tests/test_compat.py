@@ -269,7 +269,7 @@ def test_what_a_cache_is_called_with(monkeypatch):
         called.append((q, k_cache, v_cache, options, torch.is_grad_enabled()))
         return (q, torch.tensor([-torch.inf, 1.0])) if options["return_lse"] else q
 
-    monkeypatch.setattr(cuflash, "attention_with_kvcache", spy)
+    monkeypatch.setattr(importlib.import_module("cuflash.torch"), "_attention_with_kvcache", spy)
     q, k, v = tensors()
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     out, lse = fa2.flash_attn_with_kvcache(

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import functools
+import importlib
 import itertools
 import re
 import types
@@ -416,6 +418,7 @@ def gpu(monkeypatch):
     cupy = pytest.importorskip("cupy", reason="no CuPy")
     from cupy_backends.cuda.api import driver
 
+    attention = importlib.import_module("cuflash.attention")
     made = types.SimpleNamespace(launches=[], loaded=[], next=1 << 32)
 
     def array(shape, dtype="float16", offset=0):
@@ -436,11 +439,12 @@ def gpu(monkeypatch):
     monkeypatch.setattr(driver, "launchKernel", launch_kernel)
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(jit, "arch_for", lambda capability: "sm_90")
-    monkeypatch.setattr(jit, "check_driver", lambda: None)
-    monkeypatch.setattr(merge, "device_of", lambda device_id: config.DEVICES["sm_90"])
-    monkeypatch.setattr(merge, "_calls", merge._Calls())
+    monkeypatch.setattr(attention, "check_driver", lambda: None)
+    monkeypatch.setattr(attention, "_prepared", attention._Prepared())
+    monkeypatch.setattr(attention, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "device_of", lambda device_id: config.DEVICES["sm_90"])
     monkeypatch.setattr(arrays.CupyDoor, "stream", lambda self, device_id: 7)
-    monkeypatch.setattr(arrays.CupyDoor, "empty", lambda self, shape, dtype, like: array(shape, dtype))
+    monkeypatch.setattr(arrays.CupyDoor, "maker", lambda self, *what: functools.partial(array, *what[:2]))
     monkeypatch.setattr(cupy.cuda, "Device", lambda device_id=0: contextlib.nullcontext())
     monkeypatch.setattr(cupy.cuda.runtime, "setDevice", lambda device_id: None)
     return made

@@ -329,6 +329,190 @@ def test_fake_tensors():
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Caches
+
+
+def caches(new=True, dtype=torch.float32):
+    """q, the caches, and by name the new keys and values and the lengths."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 1, 4, 8), "k_cache": (2, 16, 2, 8), "v_cache": (2, 16, 2, 6), "k": (2, 1, 2, 8), "v": (2, 1, 2, 6)}
+    made = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    given = {"cache_seqlens": torch.tensor([3, 15], dtype=torch.int32)}
+    if new:
+        given |= {name: made[name] for name in "kv"}
+    return [made[name] for name in ("q", "k_cache", "v_cache")], given
+
+
+def copied(tensors, given):
+    return [x.clone() for x in tensors], {name: x.clone() for name, x in given.items()}
+
+
+def test_a_cache_is_that_of_the_package():
+    """The same bits, and the caches written where they lie; of q and new keys of any strides, too."""
+    expected, given = caches()
+    results = cuflash.attention_with_kvcache(*expected, return_lse=True, window=(9, 0), softcap=3.0, **given)
+    tensors, given = caches()
+    for name in "kv":
+        given[name] = given[name].transpose(1, 3).contiguous().transpose(1, 3)
+    tensors[0] = tensors[0].transpose(1, 3).contiguous().transpose(1, 3)
+    got = flash.attention_with_kvcache(*tensors, return_lse=True, window=(9, 0), softcap=3.0, **given)
+    assert all(map(torch.equal, (*got, *tensors[1:]), (*results, *expected[1:])))
+    expected = cuflash.attention_with_kvcache(tensors[0].contiguous(), *tensors[1:], cache_seqlens=4)
+    assert torch.equal(flash.attention_with_kvcache(*tensors, cache_seqlens=4), expected)
+
+
+CACHED = (True, 9, -1, None, 0.0, 0)  # causal, window, softmax_scale, softcap, num_splits
+
+
+def test_operators_of_a_cache():
+    tensors, given = caches()
+    lengths = given["cache_seqlens"]
+    plain, append = torch.ops.cuflash.attention_with_kvcache, torch.ops.cuflash.attention_with_kvcache_append
+    torch.library.opcheck(plain, (*tensors, None, None, None, None, lengths, None, *CACHED, True))
+    torch.library.opcheck(plain, (*tensors, None, None, None, None, None, 7, *CACHED, False))
+    torch.library.opcheck(append, (*tensors, given["k"], given["v"], None, None, lengths, None, *CACHED, True))
+    pages = torch.tensor([[1, 0, 3], [2, 5, -1]], dtype=torch.int32)
+    k_pages, v_pages = (x.reshape(8, 4, *x.shape[2:]) for x in tensors[1:])
+    lengths = torch.tensor([9, 7], dtype=torch.int32)
+    paged = tensors[0], k_pages, v_pages, given["k"], given["v"], None, pages, lengths
+    torch.library.opcheck(append, (*paged, None, *CACHED, False))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_compile_of_a_cache(new, dynamic):
+    def step(q, k_cache, v_cache, given):
+        out = flash.attention_with_kvcache(q * 2, k_cache, v_cache, causal=True, **given)
+        more = flash.attention_with_kvcache(q, k_cache, v_cache, cache_seqlens=given["cache_seqlens"], return_lse=True)
+        return out, *more
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    tensors, given = caches(new)
+    for _ in range(2):
+        (plain, plain_given), (traced, traced_given) = copied(tensors, given), copied(tensors, given)
+        results, expected = compiled(*traced, traced_given), step(*plain, plain_given)
+        assert all(map(torch.equal, (*results, *traced), (*expected, *plain)))
+        tensors = traced
+
+
+def test_compile_of_a_cache_of_latents_and_of_a_number():
+    """The values are the first columns of the keys, which are written; a length that changes compiles nothing."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    (q, keys, _), given = caches()
+    q, keys, new = q[..., :1, :], keys[..., :1, :].clone(), given["k"][..., :1, :].contiguous()
+
+    def step(q, keys, new, length):
+        values = {"k": new, "v": new[..., :6], "cache_seqlens": length}
+        return flash.attention_with_kvcache(q, keys, keys[..., :6], **values)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+    compiles = []
+    for length in (3, 4, 9):
+        one, other = keys.clone(), keys.clone()
+        assert torch.equal(compiled(q, one, new, length), step(q, other, new, length)) and torch.equal(one, other)
+        compiles.append(backend.frame_count)
+    assert compiles[0] == compiles[-1]
+
+
+def test_a_cache_under_modes_and_transforms():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q = torch.empty(2, 1, 4, 8, dtype=torch.bfloat16, device="cuda")
+        k_cache, v_cache = (torch.empty(9, 16, 2, size, dtype=q.dtype, device="cuda") for size in (8, 6))
+        table = torch.empty(2, 4, dtype=torch.int32, device="cuda")
+        out, lse = flash.attention_with_kvcache(q, k_cache, v_cache, block_table=table, return_lse=True)
+        assert out.shape == (2, 1, 4, 6) and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
+    tensors, given = caches(new=False)
+    many = torch.stack([tensors[0], 2 * tensors[0]])
+    got = torch.vmap(lambda q: flash.attention_with_kvcache(q, *tensors[1:], **given))(many)
+    close(got, [flash.attention_with_kvcache(q, *tensors[1:], **given) for q in many])
+    tensors, given = caches(dtype=torch.bfloat16)
+    expected = flash.attention_with_kvcache(*copied(tensors, given)[0], **given)
+    given |= {name: given[name].float() for name in "kv"}
+    with torch.autocast("cpu", torch.float16):  # the caches say which dtype
+        assert torch.equal(flash.attention_with_kvcache(tensors[0].float(), *tensors[1:], **given), expected)
+
+
+def test_a_cache_records_no_gradient():
+    (q, k_cache, v_cache), given = caches()
+    q.requires_grad_()
+    given["v"].requires_grad_()
+    message = "q, v require a gradient, which cuflash.*attention_with_kvcache does not record"
+    with pytest.raises(NotImplementedError, match=message):
+        flash.attention_with_kvcache(q, k_cache, v_cache, **given)
+    compiled = torch.compile(flash.attention_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=message):
+        compiled(q, k_cache, v_cache, **given)
+    with torch.no_grad():
+        out = flash.attention_with_kvcache(q, k_cache, v_cache, **given)
+        assert torch.equal(compiled(q, k_cache, v_cache, **given), out) and not out.requires_grad
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def parts(empty=True, grad=True):
+    """outs and lses of three parts; with ``empty`` one has not seen a head, and none another."""
+    generator = torch.Generator().manual_seed(0)
+    outs, lses = (
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)] for shape in ((2, 5, 3, 4), (2, 3, 5))
+    )
+    if empty:
+        lses[1][0, 0], outs[1][0, :, 0] = -torch.inf, torch.nan
+        for out, lse in zip(outs, lses, strict=True):
+            lse[:, -1], out[:, :, -1] = -torch.inf, torch.nan
+    return [[x.requires_grad_(grad) for x in group] for group in (outs, lses)]
+
+
+def loss_of(out, lse):
+    return out.square().sum() + torch.where(lse == -torch.inf, 0, lse).sin().sum()
+
+
+def test_merged_parts():
+    outs, lses = parts()
+    results = flash.merge_attention(outs, lses)
+    with torch.no_grad():
+        expected = cuflash.merge_attention(outs, lses)
+        assert all(map(torch.equal, results, expected)) and all(map(torch.equal, flash.merge_attention(outs, lses), expected))
+    unfused = flash._merge_unfused(outs, lses)
+    close(results, unfused)
+    leaves = [*outs, *lses]
+    wanted = torch.autograd.grad(loss_of(*unfused), leaves)
+    assert all(x.isfinite().all() for x in wanted)
+    close(torch.autograd.grad(loss_of(*results), leaves), wanted)
+    compiled = torch.compile(flash.merge_attention, backend="aot_eager", fullgraph=True)(outs, lses)
+    assert all(map(torch.equal, compiled, results))
+    close(torch.autograd.grad(loss_of(*compiled), leaves), wanted)
+    close(torch.func.grad(lambda x: loss_of(*flash.merge_attention([x, *outs[1:]], lses)))(outs[0]), wanted[0])
+    many = torch.stack([outs[0], 2 * outs[0]]).detach()
+    got = torch.vmap(lambda x: flash.merge_attention([x, *outs[1:]], lses)[0])(many)
+    close(got, [flash.merge_attention([x, *outs[1:]], lses)[0] for x in many])
+
+
+def test_merged_parts_are_differentiated_twice():
+    outs, lses = parts(empty=False)
+
+    def call(*tensors):
+        return flash.merge_attention(tensors[:3], tensors[3:])
+
+    assert torch.autograd.gradcheck(call, (*outs, *lses)) and torch.autograd.gradgradcheck(call, (*outs, *lses))
+    torch.library.opcheck(torch.ops.cuflash.merge_attention, (outs, lses))
+
+
+def test_one_part_of_the_keys_and_another():
+    """Gradients through attention to parts are those of attention to all."""
+    q, k, v = tensors(head_dim_v=6)
+    pieces = [flash.attention(q, k[:, i], v[:, i], return_lse=True) for i in (slice(0, 3), slice(3, 7))]
+    results, expected = flash.merge_attention(*zip(*pieces, strict=True)), flash.attention(q, k, v, return_lse=True)
+    close(results, expected)
+    close(gradients(results, (q, k, v)), gradients(expected, (q, k, v)))
+
+
+# ------------------------------------------------------------------------------------------------------------
 # torch.func
 
 
@@ -420,11 +604,53 @@ def test_errors():
         flash.attention_varlen(*packed()[0], *packed()[1], max_seqlen_q=2.5)
     with pytest.raises(TypeError, match="tensors must be dense .*got layout torch.sparse_coo"):
         flash.attention(q.detach().to_sparse(), k, v)
+    with pytest.raises(TypeError, match="q must be a torch.Tensor; got ndarray"):
+        flash.attention_with_kvcache(np.zeros((1, 2, 3, 4)), k, v)
+    with pytest.raises(ValueError, match="k and v are appended together: k was given, v was not"):
+        flash.attention_with_kvcache(*(x.detach() for x in (q, k, v)), k=k.detach())
+    with pytest.raises(ValueError, match="lses must hold as many arrays as outs, 1; got 2"):
+        flash.merge_attention([q], [k, v])
+
+
+def test_what_is_made_is_of_the_kind_of_the_inputs():
+    from cuflash import arrays
+
+    class Named(torch.Tensor):
+        pass
+
+    x = torch.zeros(3, dtype=torch.float16)
+    for like, kind in ((x, torch.Tensor), (torch.nn.Parameter(x), torch.Tensor), (x.as_subclass(Named), Named)):
+        made = arrays.door_of(like).maker((2, 3), "float32", like)()
+        assert type(made) is kind and made.shape == (2, 3) and made.dtype == torch.float32 and not made.requires_grad
+
+
+def test_functions_that_record_no_gradient_say_which_do():
+    leaves = tensors(head_dim_v=6)
+    out, lse = flash.attention(*leaves, return_lse=True)
+    (q, k, v), ends, used = packed()
+    calls = {
+        "attention": lambda: cuflash.attention(*leaves),
+        "attention_varlen": lambda: cuflash.attention_varlen(q, k, v, *ends, **used),
+        "attention_backward": lambda: cuflash.attention_backward(out, *leaves, out, lse),
+        "attention_with_kvcache": lambda: cuflash.attention_with_kvcache(*leaves),
+        "merge_attention": lambda: cuflash.merge_attention([out, out], [lse, lse]),
+    }
+    for name, call in calls.items():
+        message = f"require a gradient, which cuflash.{name} does not record: cuflash.torch.attention, attention_varlen and merge"
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+        with torch.no_grad():
+            call()
 
 
 @pytest.mark.parametrize(
     "function, names",
-    [("attention", ["q", "k", "v"]), ("attention_varlen", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"])],
+    [
+        ("attention", ["q", "k", "v"]),
+        ("attention_varlen", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"]),
+        ("attention_with_kvcache", ["q", "k_cache", "v_cache"]),
+        ("merge_attention", ["outs", "lses"]),
+    ],
 )
 def test_signatures(function, names):
     """Those of the package, less what autograd has no use for."""
@@ -435,8 +661,9 @@ def test_signatures(function, names):
 
     ours, theirs = parameters(flash), parameters(cuflash)
     assert list(ours)[: len(names)] == names
-    assert ours.pop("deterministic")[1] is False
-    for name in ("out", "validate"):
+    if len({"causal", "num_splits"} & set(ours)) == 1:
+        assert ours.pop("deterministic")[1] is False
+    for name in ("out", "workspace", "validate"):
         theirs.pop(name, None)
     assert ours == theirs
 

@@ -18,8 +18,10 @@ from ..arrays import View
 from ..config import Config, Kernel, kernels_of
 from ..launch import arch_of, kernel_constants
 from ..memory import contiguous_strides
+from ..merge import kernel_of as merge_kernel_of
 from ..problem import (
     DecodeProblem,
+    MergeProblem,
     Problem,
     check_attention,
     check_attention_backward,
@@ -45,6 +47,10 @@ def variant_of(kernel: Kernel, arch: str) -> Variant:
 def variants_of(problem: Problem, config: Config, arch: str) -> list[Variant]:
     """All kernels of a call; ``config`` is the one chosen for it."""
     return [variant_of(kernel, arch) for kernel in kernels_of(problem, config)]
+
+
+def merge_variant(problem: MergeProblem, arch: str) -> Variant:
+    return variant_of(merge_kernel_of(problem), arch)
 
 
 def packed_problem(

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from .. import config, jit
-from ..problem import DTYPES, MAX_HEAD_DIM
+from ..problem import DTYPES, MAX_HEAD_DIM, MergeProblem
 from . import builds, environment
 from .options import Arch, HeadDim, one_line, size
 
@@ -69,7 +69,8 @@ MASKS = {
 @click.option(
     "--decode",
     is_flag=True,
-    help="Also those of a query a request on a cache: in rows and in pages, with new keys and without; of 4 heads a key head.",
+    help="Also those of a query a request on a cache: in rows and in pages, with new keys and without; of 4 heads a key head. "
+    "And that of merge_attention.",
 )
 @click.option(
     "--jobs", type=click.IntRange(1), help="Compiles at a time; as many as there are cores by default."
@@ -149,6 +150,9 @@ def _variants(
             else:
                 problem = builds.packed_problem(dtype, batch=batch, seqlen_q=seqlen, seqlen_k=seqlen, **sizes, **options)
             variants += builds.variants_of(problem, config.choose(problem, device, config.forced_tier()), arch)
+        if decode:
+            merged = MergeProblem(dtype, batch=1, seqlen=1, heads=1, head_dim_v=head_dim_v, num_parts=2)
+            variants.append(builds.merge_variant(merged, arch))
         return list(dict.fromkeys(variants))
     except (ValueError, NotImplementedError) as error:
         raise click.ClickException(one_line(error)) from None

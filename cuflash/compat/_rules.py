@@ -50,13 +50,7 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic, options: dict, re
 
 def with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, block_table, num_splits, return_lse, options: dict):
     """out, or (out, lse). As in theirs, nothing of it is differentiable, and the caches are written where they lie."""
-    import cuflash
-
-    def last_packed(x):
-        return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
     with torch.no_grad():
-        return cuflash.attention_with_kvcache(
-            last_packed(q), k_cache, v_cache, k=last_packed(k), v=last_packed(v), cache_seqlens=cache_seqlens,
-            cache_batch_idx=cache_batch_idx, block_table=block_table, num_splits=num_splits, return_lse=bool(return_lse),
-            **options)
+        return _torch.attention_with_kvcache(
+            q, k_cache, v_cache, k=k, v=v, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table,
+            num_splits=num_splits, return_lse=bool(return_lse), **options)

@@ -266,6 +266,164 @@ def test_sdpa():
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Caches and parts
+
+
+def caches(**changes):
+    """q, the caches, and by name the new keys and values and the lengths."""
+    sizes = {"batch": 3, "heads_q": 8, "heads_k": 2, "head_dim": 64} | changes
+    q, k_cache, v_cache = on_gpu(*inputs("bfloat16", seqlen_q=1, seqlen_k=300, **sizes))
+    _, k, v = on_gpu(*inputs("bfloat16", seqlen_q=1, seqlen_k=1, seed=1, **sizes))
+    lengths = torch.tensor([3, 250, 0], dtype=torch.int32, device="cuda")
+    return [q, k_cache, v_cache], {"k": k, "v": v, "cache_seqlens": lengths}
+
+
+def test_a_cache_and_its_operators():
+    tensors, given = caches()
+    copies = [x.clone() for x in tensors]
+    expected = cuflash.attention_with_kvcache(*copies, return_lse=True, **given)
+    flat = (True, -1, -1, None, 0.0, 0, True)
+    new, lengths = (given["k"], given["v"], None, None), given["cache_seqlens"]
+    torch.library.opcheck(torch.ops.cuflash.attention_with_kvcache_append, (*tensors, *new, lengths, None, *flat))
+    torch.library.opcheck(torch.ops.cuflash.attention_with_kvcache, (*tensors, *[None] * 4, lengths, None, *flat))
+    for scale in (None, 0.2):
+        given |= {"softmax_scale": scale, "return_lse": True}
+        results = flash.attention_with_kvcache(*tensors, **given)
+        through = torch.ops.cuflash.attention_with_kvcache_append(*tensors, *new, lengths, None, *flat[:3], scale, *flat[4:])
+        equal(results, through)
+        equal(results, expected if scale is None else cuflash.attention_with_kvcache(*copies, **given))
+    equal(tensors[1:], copies[1:])
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compile_of_a_cache(mode):
+    """A token is appended in each step, where the last one ended."""
+    backend = compiler()
+    if mode and backend != "inductor":
+        pytest.skip("no Triton")
+
+    def step(q, k_cache, v_cache, k, v, lengths):
+        out = flash.attention_with_kvcache(q * 2, k_cache, v_cache, k=k, v=v, cache_seqlens=lengths)
+        return out + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, mode=mode)
+    tensors, given = caches()
+    copies, lengths = [x.clone() for x in tensors], given["cache_seqlens"]
+    with torch.no_grad():
+        for number in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            new = [x + number for x in (given["k"], given["v"])]
+            equal([compiled(*tensors, *new, lengths)], [step(*copies, *new, lengths)])
+            equal(tensors[1:], copies[1:])
+            lengths += 1
+
+
+def test_graph_of_a_cache():
+    """The lengths are read when it is replayed, and tokens are appended there."""
+    tensors, given = caches()
+    lengths = given["cache_seqlens"]
+    flash.attention_with_kvcache(*tensors, **given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash.attention_with_kvcache(*tensors, **given)
+    for _ in range(3):
+        lengths += 7
+        copies = [x.clone() for x in tensors]
+        graph.replay()
+        equal([out, *tensors[1:]], [cuflash.attention_with_kvcache(*copies, **given), *copies[1:]])
+
+
+def test_merged_parts():
+    leaves = leaves_of("float32", seqlen_k=200)
+    whole = flash.attention(*leaves, return_lse=True)
+    q, k, v = leaves
+    pieces = [flash.attention(q, k[:, i], v[:, i], return_lse=True) for i in (slice(0, 30), slice(30, 30), slice(30, 200))]
+    outs, lses = zip(*pieces, strict=True)
+    results = flash.merge_attention(outs, lses)
+    with torch.no_grad():
+        equal(results, cuflash.merge_attention(outs, lses))
+    torch.library.opcheck(torch.ops.cuflash.merge_attention, ([x.detach() for x in outs], [x.detach() for x in lses]))
+    pulled = [torch.randn_like(x) for x in whole]
+    got, expected = (torch.autograd.grad(x, leaves, pulled, retain_graph=True) for x in (results, whole))
+    for x, y in zip((*results, *got), (*whole, *expected), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(flash.merge_attention, backend=compiler(), fullgraph=True)
+    equal(compiled(list(outs), list(lses)), results)
+
+
+class Named(torch.Tensor):
+    """A tensor by another name."""
+
+
+def test_results_are_tensors_like_the_inputs():
+    """They are not allocated by torch.empty."""
+    q, k, v = (x.detach() for x in leaves_of())
+    for _ in range(2):
+        for kind in (torch.Tensor, Named):
+            given = [x.as_subclass(kind) for x in (q, k, v)]
+            out, lse = cuflash.attention(*given, return_lse=True)
+            assert type(out) is type(lse) is kind
+        out = cuflash.attention(q, k, v)
+        assert out.is_contiguous() and (out.dtype, out.device) == (q.dtype, q.device) and not out.is_inference()
+        assert out._version == 0 and out.add_(1)._version == 1 and not out.requires_grad
+        out.requires_grad_().sum().backward()
+        with torch.inference_mode():
+            assert cuflash.attention(q, k, v).is_inference()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Devices
+
+
+def test_tensors_on_the_cpu_and_on_the_gpu():
+    q, k, v = (x.detach() for x in leaves_of())
+    calls = {
+        "q, k, v must be on one device; got cuda:0, cpu, cuda:0": lambda: flash.attention(q, k.cpu(), v),
+        "q, k, v must be on one device; got cpu, cuda:0, cuda:0": lambda: cuflash.attention(q.cpu(), k, v),
+        "out must be on the device of q, cuda:0; got cpu": lambda: cuflash.attention(q, k, v, out=q.cpu()),
+        "q, k_cache, v_cache must be on one device; got cuda:0, cuda:0, cpu": lambda: flash.attention_with_kvcache(q, k, v.cpu()),
+        "cache_seqlens must be on the device of q, cuda:0; got cpu": lambda: flash.attention_with_kvcache(
+            q, k, v, cache_seqlens=torch.tensor([3, 4], dtype=torch.int32)
+        ),
+    }
+    for _ in range(2):  # once calls of these shapes have been made, too
+        for message, call in calls.items():
+            with pytest.raises(ValueError, match=message):
+                call()
+        flash.attention_with_kvcache(q, k, v, cache_seqlens=torch.tensor([3, 4], dtype=torch.int32, device="cuda"))
+        cuflash.attention(q, k, v, out=torch.empty_like(q))
+        flash.attention(q, k, v)
+
+
+def test_a_second_gpu():
+    """Tensors on one GPU while the other is current, with gradients and without; what is current stays current."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    host = inputs("bfloat16", seqlen_q=100)
+    results = {}
+    for device in (1, 0, 1):
+        leaves = [to_torch(torch, x, f"cuda:{device}").requires_grad_() for x in host]
+        tensors, given = caches()
+        tensors = [x.to(f"cuda:{device}") for x in tensors]
+        given = {name: x.to(f"cuda:{device}") for name, x in given.items()}
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                out, lse = flash.attention(*leaves, causal=True, return_lse=True, deterministic=True)
+                found = [out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+                with torch.no_grad():
+                    found.append(flash.attention(*leaves, causal=True))
+                    found += flash.attention_with_kvcache(*tensors, return_lse=True, **given)
+                    found += flash.merge_attention([out, out], [lse, lse])
+                assert torch.cuda.current_device() == current
+            assert {x.device.index for x in found} == {device}
+            results[device, current] = [x.detach().cpu() for x in found]
+    for found in results.values():
+        equal(found, results[0, 0])
+    with pytest.raises(ValueError, match="q, k, v must be on one device; got cuda:1, cuda:0, cuda:1"):
+        cuflash.attention(*(x.detach().to(f"cuda:{i}") for i, x in zip((1, 0, 1), leaves, strict=True)))
+
+
+# ------------------------------------------------------------------------------------------------------------
 # The peers' names
 
 
@@ -352,6 +510,13 @@ def test_host_cost():
         "forward and backward": step,
         "SDPA": lambda: torch.nn.functional.scaled_dot_product_attention(*(given[0].transpose(1, 2),) * 3, is_causal=True),
     }
+    tensors, more = caches()
+    calls |= {
+        "cuflash.attention_with_kvcache": lambda: cuflash.attention_with_kvcache(*tensors, **more),
+        "cuflash.torch.attention_with_kvcache": lambda: flash.attention_with_kvcache(*tensors, **more),
+        "cuflash.merge_attention": lambda: cuflash.merge_attention([out, out], [lse, lse]),
+        "cuflash.torch.merge_attention": lambda: flash.merge_attention([out, out], [lse, lse]),
+    }
     took = {}
     for name, call in calls.items():
         best = float("inf")
@@ -364,3 +529,4 @@ def test_host_cost():
         took[name] = best * 1e4
         print(f"{name}: {took[name]:.1f} us")
     assert took["cuflash.torch.attention, no gradient"] < took["cuflash.attention"] + 30
+    assert took["cuflash.torch.attention_with_kvcache"] < took["cuflash.attention_with_kvcache"] + 30
