@@ -50,14 +50,14 @@ DEV Parts find_parts(const DecodeParams& p) {
     const Shares shares(p);
     const int block = blockIdx.x;
     if (block + 1 >= shares.blocks) return parts;
-    const int border = shares.first_tile(block + 1);
-    const TilePlace place = shares.place(p, border);
-    if (place.tile == 0) return parts;          // between two items
-    const int begin = border - place.tile, first_block = shares.block_of(begin);
+    const int border = shares.begin(block + 1);
+    const StepPlace place = shares.place(p, border);
+    if (place.step <= shares.cost) return parts;        // between two items
+    const int begin = border - place.step + shares.cost, first_block = shares.block_of(begin);      // the item's first tile
     parts.batch = place.batch, parts.row_tile = place.row_tile, parts.head_k = place.head_k;
     parts.count = shares.block_of(begin + place.num_tiles - 1) - first_block + 1;
     parts.share = block - first_block, parts.shares = parts.count - 1;
-    parts.first = slot_of_part(first_block, shares.first_tile(first_block) == begin);
+    parts.first = slot_of_part(first_block, shares.begin(first_block) >= begin - shares.cost);
     parts.step = slot_of_part(first_block + 1, true);
   }
   return parts;

@@ -124,15 +124,15 @@ DEV void step_items(DecodeItems& to, const DecodeItems& from, const DecodeParams
 // the other those of V.
 struct Loader {
   DecodeItems& items;
-  int tile, slot;               // slot: of this lane's key, looked up a tile ahead
+  int tile, entry;              // entry: of this lane's key in the table, asked for a tile ahead and not waited for before
 
   DEV int key() const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
   DEV void look_up(const DecodeParams& p) {
     const Cache cache(p, items.item.batch, items.item.cached);
     const int own_key = key();                  // by all lanes
-    if (!kPaged || own_key < items.item.cached) slot = cache.slot(own_key);
+    if (!kPaged || own_key < items.item.cached) entry = cache.entry(own_key);
   }
-  DEV Loader(const DecodeParams& p, DecodeItems& first) : items(first), tile(first.item.begin), slot(0) {
+  DEV Loader(const DecodeParams& p, DecodeItems& first) : items(first), tile(first.item.begin), entry(0) {
     if (items.is_valid) look_up(p);
   }
   DEV void load(const DecodeParams& p, SharedStorage& s, int stage) {
@@ -146,7 +146,7 @@ struct Loader {
           return (const char*)cache.new_row((const Element*)(of_v ? p.v_new : p.k_new), of_v ? p.v_new_strides : p.k_new_strides,
                                             item.head_k, own_key);
         return (const char*)cache.row((const Element*)(of_v ? p.v : p.k), of_v ? p.v_strides : p.k_strides, item.head_k, own_key,
-                                      slot);
+                                      cache.slot_of(entry));
       };
       const u32 sK = shared_address(s.sK[stage][group_idx()]), sV = shared_address(s.sV[stage][group_idx()]);
       if constexpr (kGroupKeys == 32) {
@@ -350,12 +350,13 @@ DEV u32 query_lane(SharedStorage& s) {
 DEV void attend(Rows& rows, const QueryRows& rQ, SharedStorage& s, int stage, const Score<SCORE, float>& score, const DecodeParams& p,
                 const DecodeItem& item, int tile) {
   const int first_key = tile * kTileKeys + group_idx() * kGroupKeys;
-  if (first_key >= item.seqlen_k) return;
   const bool partial = item.tiles.is_partial(tile);
   const int first_row = item.row_tile * kItemRows + part_idx() * kWarpRows;
   const RowMask mask = {KeyMask(p, p.seqlen_q, item.seqlen_k), group_of(p)};
   const u32 lane = thread_index() % 32, v_tile = shared_address(s.sV[stage][group_idx()]);
+  // By a group past the last key too, which finds zeros: racecheck counts on barriers to which all come equally often.
   if (partial) separate_nonfinite(rows, s.sV[stage][group_idx()], mask, first_row, first_key);
+  if (first_key >= item.seqlen_k) return;
   Logits rS;
   multiply_qk(rS, rQ, query_lane(s), piece_right<KLayout>(shared_address(s.sK[stage][group_idx()]), lane));
   apply_score_and_mask(rS, score, mask, partial, first_row, first_key);
