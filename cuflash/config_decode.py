@@ -68,7 +68,7 @@ _SM80_WARPS = (
 _SM80_STAGES = 2, 6                 # at least: one lands while one is used; at most: what a multiprocessor needs on its way
 _SM80_MERGE_PAD = 8                 # columns: against bank conflicts
 _SM80_ITEMS = 72                    # bytes of DecodeItems of kernels/attn/decode.cuh
-_SM80_ITEM_COST = 64 * 1024         # bytes of keys and values that come in while Q of an item is fetched and it is written
+_SM80_ITEM_COST = 128 * 1024        # bytes of keys and values that come in while Q of an item is fetched and it is written
 
 
 class _Sm80Tile(NamedTuple):
@@ -85,14 +85,15 @@ class _Sm80Tile(NamedTuple):
         return 32 * self.warps.warps_m * self.warps.warps_n
 
 
-def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile) -> int:
+def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile, paged: bool) -> int:
     """Bytes of SharedStorage of kernels/decode_sm80.cu: K and V of the stages; Q, or O of the groups; the max and the sum of
-    their rows; items of the block, two in turns, and of each warp.
+    their rows; items of the block, two in turns, and of each warp; pages.
     """
     block_m, groups = tile.warps.block_m, tile.warps.warps_n
     stages = 2 * tile.stages * tile.block_n * (head_dim + head_dim_v)
     queries, joined = 2 * block_m * head_dim, 4 * groups * block_m * (tile.warps.merge_cols + _SM80_MERGE_PAD)
-    return round_up(stages + max(queries, joined) + 8 * groups * block_m + _SM80_ITEMS * (2 + tile.threads // 32), 128)
+    items, pages = _SM80_ITEMS * (2 + tile.threads // 32), 4 * tile.stages * tile.threads if paged else 4
+    return round_up(stages + max(queries, joined) + 8 * groups * block_m + items + pages, 128)
 
 
 def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
@@ -105,7 +106,7 @@ def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
         while warps.warps_n:
             for stages in range(most, fewest - 1, -1):
                 tile = _Sm80Tile(warps, stages, 0)
-                smem = _sm80_smem(head_dim, head_dim_v, tile)
+                smem = _sm80_smem(head_dim, head_dim_v, tile, problem.paged)
                 if smem <= device.smem_optin:
                     return tile._replace(smem=smem)
             warps = warps.fewer()

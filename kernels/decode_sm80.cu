@@ -53,6 +53,7 @@ struct alignas(128) SharedStorage {
   // What is the same for all costs no registers here.
   DecodeItems items[2];         // the item that is computed and the next, in turns
   DecodeItems ahead[kThreads / 32];     // what a warp copies
+  int pages[kPaged ? kStages : 1][kPaged ? kThreads : 1];       // of each thread's key of a stage, as the table says
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -121,32 +122,50 @@ DEV void step_items(DecodeItems& to, const DecodeItems& from, const DecodeParams
 }
 
 // Copies key tiles ahead of those that are computed. A lane finds the rows of a key; of 16 keys one half of the lanes those of K,
-// the other those of V.
+// the other those of V. Its page is copied from the table with the tile that had the stage before: behind all that is on its way
+// an answer takes longer than a tile.
 struct Loader {
   DecodeItems& items;
-  int tile, entry;              // entry: of this lane's key in the table, asked for a tile ahead and not waited for before
+  int tile, slot;               // slot: of the item, if not PAGED
 
-  DEV int key() const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
-  DEV void look_up(const DecodeParams& p) {
-    const Cache cache(p, items.item.batch, items.item.cached);
-    const int own_key = key();                  // by all lanes
-    if (!kPaged || own_key < items.item.cached) entry = cache.entry(own_key);
+  DEV int key_of(int tile) const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
+  // By all lanes, before an item's first tile, which goes to `stage`: pages of the tiles that nobody asked for before.
+  DEV void begin(const DecodeParams& p, SharedStorage& s, int stage) {
+    const DecodeItem& item = items.item;
+    const Cache cache(p, item.batch, item.cached);
+    tile = item.begin;
+    if constexpr (!kPaged) {
+      slot = cache.slot(0);
+    } else {
+      int pages[kAhead];
+      #pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        const int key = key_of(tile + i);
+        pages[i] = tile + i < item.end && key < item.cached ? *cache.entry(key) : 0;
+      }
+      #pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        s.pages[stage][thread_index()] = pages[i];
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+      }
+    }
   }
-  DEV Loader(const DecodeParams& p, DecodeItems& first) : items(first), tile(first.item.begin), entry(0) {
-    if (items.is_valid) look_up(p);
+  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first) : items(first), tile(0), slot(0) {
+    if (items.is_valid) begin(p, s, 0);
   }
   DEV void load(const DecodeParams& p, SharedStorage& s, int stage) {
     if (items.is_valid) {
       const DecodeItem& item = items.item;
       const Cache cache(p, item.batch, item.cached);
-      const int own_key = key();
+      const int own_key = key_of(tile);
+      const int own_slot = kPaged ? cache.slot_of(s.pages[stage][thread_index()]) : slot;
       const auto row = [&](bool of_v) -> const char* {
         if (own_key >= item.seqlen_k) return nullptr;
         if (cache.is_new(own_key))
           return (const char*)cache.new_row((const Element*)(of_v ? p.v_new : p.k_new), of_v ? p.v_new_strides : p.k_new_strides,
                                             item.head_k, own_key);
         return (const char*)cache.row((const Element*)(of_v ? p.v : p.k), of_v ? p.v_strides : p.k_strides, item.head_k, own_key,
-                                      cache.slot_of(entry));
+                                      own_slot);
       };
       const u32 sK = shared_address(s.sK[stage][group_idx()]), sV = shared_address(s.sV[stage][group_idx()]);
       if constexpr (kGroupKeys == 32) {
@@ -157,12 +176,16 @@ struct Loader {
         copy_gathered<KLayout>(sK, own, 0, p.head_dim);
         copy_gathered<VLayout>(sV, own, 16, p.head_dim_v);
       }
-      const bool ends = ++tile == item.end;
-      if (ends) {
-        step_items(items, items, p);
-        tile = items.item.begin;
+      const int later = key_of(tile + kAhead);
+      if (kPaged && tile + kAhead < item.end && later < item.cached) {
+        int& page = s.pages[kAhead == kStages ? stage : stage == 0 ? kStages - 1 : stage - 1][thread_index()];
+        if constexpr (kHasCpAsync) cp_async<4>(shared_address(&page), cache.entry(later), 4);
+        else page = *cache.entry(later);
       }
-      if ((kPaged || ends) && items.is_valid) look_up(p);
+      if (++tile == item.end) {
+        step_items(items, items, p);
+        if (items.is_valid) begin(p, s, stage + 1 == kStages ? 0 : stage + 1);
+      }
     }
     cp_async_commit();          // of nothing, too: the count of groups says which stage has landed
   }
@@ -477,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm80(const Deco
   __syncwarp();
   Chunk rQ[kQChunks];           // asked for first: behind all the keys it would come late
   if (first.is_valid) fetch_q(rQ, p, first.item);
-  Loader loader(p, s.ahead[threadIdx.x / 32]);
+  Loader loader(p, s, s.ahead[threadIdx.x / 32]);
   #pragma unroll 1
   for (int stage = 0; stage < kAhead; stage++) loader.load(p, s, stage);
   append<Element>(p);

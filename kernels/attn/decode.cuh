@@ -10,6 +10,8 @@ constexpr bool kAppends = APPENDS;              // k_new and v_new go behind the
 constexpr bool kFixedSplits = FIXED_SPLITS;     // num_splits parts an item, else equal shares a block
 constexpr int kItemRows = BLOCK_M, kTileKeys = BLOCK_N;
 constexpr int kItemCost = ITEM_COST;            // what an item costs beside its tiles, its Q and its results, in tiles
+constexpr int kFewTiles = 16;                   // a share with fewer: a tile more is more than an item costs while others wait
+static_assert(kItemCost < kFewTiles, "every share has a tile");
 
 // A forward's params, and these. k and v are the cache: [cache_batch, seqlen_k, heads_k, head_dim], or pages
 // [num_slots, page_size, heads_k, head_dim], of which seqlen_k = max_pages * page_size keys may be a request's.
@@ -59,14 +61,15 @@ struct Cache {
 
   DEV Cache(const DecodeParams& params, int batch_, int cached_) : p(params), batch(batch_), cached(cached_) {}
   DEV bool is_new(int key) const { return kAppends && key >= cached; }
-  // The page of a key below seqlen_k, or the request's part of the cache, as the table says.
-  DEV int entry(int key) const {
-    if (kPaged) return p.block_table[batch * p.block_table_stride + (u32)key / (u32)p.page_size];
-    return p.cache_batch_idx ? p.cache_batch_idx[p.decode_int64_lengths & 2 ? 2 * batch : batch] : batch;
-  }
-  // One that exists, whatever the table says.
+  // PAGED: where the page of a key below seqlen_k stands.
+  DEV const int* entry(int key) const { return p.block_table + batch * p.block_table_stride + (u32)key / (u32)p.page_size; }
+  // A page, or a request's part of the cache, that exists, whatever a table says.
   DEV int slot_of(int entry) const { return min(max(entry, 0), p.num_slots - 1); }
-  DEV int slot(int key) const { return slot_of(entry(key)); }
+  // Of a key below seqlen_k.
+  DEV int slot(int key) const {
+    if (kPaged) return slot_of(*entry(key));
+    return slot_of(p.cache_batch_idx ? p.cache_batch_idx[p.decode_int64_lengths & 2 ? 2 * batch : batch] : batch);
+  }
   // First element of a head of a key of p.k or p.v, `slot` being its slot(key).
   template <typename T> DEV T* row(T* x, const Strides& s, int head_k, int key, int slot) const {
     return x + slot * s.batch + (kPaged ? (u32)key % (u32)p.page_size : key) * s.row + head_k * s.head;
@@ -94,11 +97,6 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of the items of a request that have the row tile. Those of all items are below 2^31: the host refuses more than there
-// may be, and what the items cost with them.
-DEV int work_of_request(const DecodeParams& p, int row_tile, int batch) {
-  return batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) * p.heads_k : 0;
-}
 
 // What a block computes of one item.
 struct DecodeItem {
@@ -114,11 +112,15 @@ struct DecodeItem {
 // that it costs and then its tiles.
 struct StepPlace { int batch, row_tile, head_k, step, num_tiles; };     // step: counted from the item's first
 
-// The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
+// The tiles of an item of 32 requests, one a lane, and the sums of those of all key heads up to each. All lanes of a warp
+// together, here and below. Tiles of all items are below 2^31, what the items cost with them: the host refuses more than there
+// may be.
 struct WorkOf32 {
-  int own, sum;
-  DEV WorkOf32(const DecodeParams& p, int row_tile, int first)
-      : own(work_of_request(p, row_tile, first + threadIdx.x % 32)), sum(own) {
+  int tiles, own, sum;
+  DEV WorkOf32(const DecodeParams& p, int row_tile, int first) {
+    const int batch = first + threadIdx.x % 32;
+    tiles = batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) : 0;
+    own = sum = tiles * p.heads_k;
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
@@ -139,14 +141,14 @@ struct Shares {
     for (int t = 0; t < p.num_row_tiles; t++)
       for (int first = t ? 0 : 32; first < p.batch; first += 32) total += WorkOf32(p, t, first).total();
     const int cost_of_all = p.batch * p.num_row_tiles * p.heads_k * kItemCost;
-    const bool is_much = total + cost_of_all >= p.num_blocks * (kItemCost + 1);         // every share has a tile
+    const bool is_much = total >= p.num_blocks * kFewTiles;
     cost = is_much ? kItemCost : 0, total += is_much ? cost_of_all : 0;
-    blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
+    blocks = min(total, p.num_blocks), each = (u32)total / (u32)blocks, more = total - each * blocks;
   }
   DEV int begin(int block) const { return each * block + min(block, more); }
   DEV int block_of(int step) const {
     const int of_larger = more * (each + 1);
-    return step < of_larger ? step / (each + 1) : more + (step - of_larger) / each;
+    return step < of_larger ? (u32)step / (u32)(each + 1) : more + (u32)(step - of_larger) / (u32)each;
   }
 
   DEV StepPlace place(const DecodeParams& p, int step) const {
@@ -163,8 +165,8 @@ struct Shares {
     const int before = w.sum - w.own + cost_of_request * (threadIdx.x % 32);            // steps of the requests before a lane's
     const int at = __ffs(__ballot_sync(0xffffffff, before + w.own + cost_of_request > step)) - 1, batch = first + at;
     step -= __shfl_sync(0xffffffff, before, at);
-    const int n = num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile);
-    return {batch, row_tile, step / (n + cost), step % (n + cost), n};
+    const int n = __shfl_sync(0xffffffff, w.tiles, at), head_k = (u32)step / (u32)(n + cost);
+    return {batch, row_tile, head_k, step - head_k * (n + cost), n};
   }
 };
 // A block has at most two items that it shares with others: its first, and its last.
