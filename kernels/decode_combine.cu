@@ -16,7 +16,7 @@ constexpr int kThreads = THREADS, kWarps = kThreads / 32;
 constexpr int kStore = OUT_VEC_BYTES / sizeof(Element) < kVec ? OUT_VEC_BYTES / sizeof(Element) : kVec;
 constexpr int kTaskCols = 32 * kVec;
 constexpr int kTasksOfRow = (kHeadDimV + kTaskCols - 1) / kTaskCols;
-constexpr int kBatch = 8;
+constexpr int kBatch = 6;
 static_assert(kThreads % 32 == 0 && kHeadDimV % kVec == 0, "whole warps, whole loads");
 
 struct SharedStorage { Vec<R, kVec> sSums[kWarps][32]; };
@@ -121,7 +121,7 @@ struct Result {
   int cols;                     // from the lane's first on
 
   DEV Result(const DecodeParams& p, const Parts& parts, int row, int col) {
-    const int group = group_of(p), query = row / group, head = parts.head_k * group + row % group;
+    const int group = group_of(p), query = (u32)row / (u32)group, head = parts.head_k * group + row - query * group;
     out = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head + col;
     lse = p.lse && col == 0 ? (R*)p.lse + ((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query : nullptr;
     cols = p.head_dim_v - col;
@@ -138,7 +138,7 @@ struct Result {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p);

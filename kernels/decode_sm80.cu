@@ -198,10 +198,12 @@ DEV void fetch_q(Chunk (&rQ)[kQChunks], const DecodeParams& p, const DecodeItem&
   #pragma unroll
   for (int i = 0; i < kQChunks; i++) {
     const int idx = thread_index() + i * kThreads, row = idx / QLayout::kChunks, chunk = idx % QLayout::kChunks;
-    const int query = (first_row + row) / group, head = item.head_k * group + (first_row + row) % group;
+    rQ[i] = {};
+    // Without a division: warps that have no rows go on to the keys.
+    if (row >= kItemRows || (i64)(first_row + row) * p.heads_k >= (i64)p.seqlen_q * p.heads_q) continue;
+    const int query = (u32)(first_row + row) / (u32)group, head = item.head_k * group + first_row + row - query * group;
     const Element* src = (const Element*)p.q + item.batch * p.q_strides.batch + query * p.q_strides.row + head * p.q_strides.head;
-    const int valid = row < kItemRows && query < p.seqlen_q ? min(max(p.head_dim - chunk * 8, 0), 8) * 2 : 0;
-    rQ[i] = load_chunk<kVecBytes>((const char*)(src + chunk * 8), valid);
+    rQ[i] = load_chunk<kVecBytes>((const char*)(src + chunk * 8), min(max(p.head_dim - chunk * 8, 0), 8) * 2);
   }
 }
 DEV void store_q(SharedStorage& s, const Chunk (&rQ)[kQChunks]) {

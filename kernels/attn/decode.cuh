@@ -44,7 +44,7 @@ static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "launch.py disagrees 
 
 // ------------------------------------------------------------------------------------------------------ lengths, the cache
 
-DEV int group_of(const DecodeParams& p) { return p.heads_q / p.heads_k; }      // query heads that share a key head
+DEV int group_of(const DecodeParams& p) { return (u32)p.heads_q / (u32)p.heads_k; }      // query heads that share a key head
 DEV int num_rows(const DecodeParams& p) { return p.seqlen_q * group_of(p); }
 
 // Keys of a request in the cache before this call. Cut to what there is room for, as all lengths are.
@@ -138,7 +138,10 @@ struct Shares {
 
   DEV Shares(const DecodeParams& p) : work(p, 0, 0) {
     int total = work.total();
+    // Not unrolled: many calls need none of it, and instructions that a kernel starts with come from far away.
+    #pragma unroll 1
     for (int t = 0; t < p.num_row_tiles; t++)
+      #pragma unroll 1
       for (int first = t ? 0 : 32; first < p.batch; first += 32) total += WorkOf32(p, t, first).total();
     const int cost_of_all = p.batch * p.num_row_tiles * p.heads_k * kItemCost;
     const bool is_much = total >= p.num_blocks * kFewTiles;
