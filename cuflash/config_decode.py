@@ -127,7 +127,7 @@ def _sm80(problem: DecodeProblem, device: Device, refused) -> Config:
     tile = _sm80_tile(problem, device)
     warps = tile.warps
     head_dim, head_dim_v = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
-    item_cost = max(1, round(_SM80_ITEM_COST / (2 * tile.block_n * (head_dim + head_dim_v))))
+    item_cost = min(4, max(1, round(_SM80_ITEM_COST / (2 * tile.block_n * (head_dim + head_dim_v)))))
     constants = {
         **_shared_constants(problem, item_cost),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,

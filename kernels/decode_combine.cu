@@ -17,6 +17,9 @@ constexpr int kStore = OUT_VEC_BYTES / sizeof(Element) < kVec ? OUT_VEC_BYTES / 
 constexpr int kTaskCols = 32 * kVec;
 constexpr int kTasksOfRow = (kHeadDimV + kTaskCols - 1) / kTaskCols;
 constexpr int kBatch = 6;
+// With the registers of the first a block fits beside one of decode_sm80, and has found its parts before that ends. Without equal
+// shares it would spill.
+constexpr int kMinBlocks = kCanStartEarly && !kFixedSplits && sizeof(R) == 4 ? 4 : 1;
 static_assert(kThreads % 32 == 0 && kHeadDimV % kVec == 0, "whole warps, whole loads");
 
 struct SharedStorage { Vec<R, kVec> sSums[kWarps][32]; };
@@ -80,24 +83,27 @@ struct Task {
   template <typename F> DEV Vec<R, kVec> add_parts(TotalLse<R, false>& total, F before_reading) const {
     Vec<R, kVec> sum = {}, x[kBatch];
     R part_lse[kBatch];
-    i64 rows[kBatch];
+    int slots[kBatch];          // below 2^31: the host refuses more parts
     const auto find = [&](int from) {
       #pragma unroll
-      for (int j = 0; j < kBatch; j++) rows[j] = from + j * step < parts.count ? parts.slot(p, from + j * step) * kItemRows : -1;
+      for (int j = 0; j < kBatch; j++) slots[j] = from + j * step < parts.count ? (int)parts.slot(p, from + j * step) : -1;
     };
     const auto load = [&] {
       #pragma unroll
       for (int j = 0; j < kBatch; j++) {
-        part_lse[j] = rows[j] >= 0 ? lse[rows[j]] : -infinity(R());
-        x[j] = rows[j] >= 0 && has_cols ? load_vec<kVec>(out + rows[j] * kHeadDimV) : Vec<R, kVec>{};
+        const i64 row = (i64)slots[j] * kItemRows;
+        part_lse[j] = slots[j] >= 0 ? lse[row] : -infinity(R());
+        x[j] = slots[j] >= 0 && has_cols ? load_vec<kVec>(out + row * kHeadDimV) : Vec<R, kVec>{};
       }
     };
     find(first);
+    int lanes = 2;              // that add up the lse: of few parts all do it, some each
+    while (lanes < min(parts.count, 32)) lanes *= 2;
     before_reading();
     load();
     #pragma unroll 4
-    for (int part = threadIdx.x % 32; part < parts.count; part += 32) total.add(lse[parts.slot(p, part) * kItemRows]);
-    total.add_lanes();
+    for (int part = threadIdx.x % lanes; part < parts.count; part += lanes) total.add(lse[parts.slot(p, part) * kItemRows]);
+    total.add_lanes(lanes);
     const R inverse = total.inverse();
     #pragma unroll 1
     for (int from = first; from < parts.count;) {
@@ -138,7 +144,7 @@ struct Result {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4) decode_combine(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p);
