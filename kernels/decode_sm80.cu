@@ -17,6 +17,7 @@
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/dependent.cuh"
+#include "ptx/stream.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 
@@ -87,8 +88,9 @@ DEV bool any_of_group(bool x) {
 
 // ------------------------------------------------------------------------------------------------------------------ loading
 
-// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`.
-template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, int first_lane, int cols) {
+// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`. `policy`: of l2_policy;
+// not for pages, which requests may share.
+template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, int first_lane, int cols, u64 policy) {
   constexpr int kLine = Layout::kLine, kRowsAtOnce = 32 / kLine;
   constexpr bool kAsync = kHasCpAsync && kVecBytes >= 4;
   const u32 lane = thread_index() % 32;
@@ -103,8 +105,12 @@ template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, 
       const int valid = !src ? 0 : kWholeHeads ? 16 : min(max(cols - chunk * 8, 0), 8) * 2;
       if constexpr (kAsync) {
         #pragma unroll
-        for (int at = 0; at < 16; at += kVecBytes)
-          cp_async<kVecBytes>(dst + Layout::offset(row, chunk) + at, src + chunk * 16 + at, min(max(valid - at, 0), kVecBytes));
+        for (int at = 0; at < 16; at += kVecBytes) {
+          const u32 to = dst + Layout::offset(row, chunk) + at;
+          const int bytes = min(max(valid - at, 0), kVecBytes);
+          if constexpr (kPaged) cp_async<kVecBytes>(to, src + chunk * 16 + at, bytes);
+          else cp_async_hinted<kVecBytes>(to, src + chunk * 16 + at, bytes, policy);
+        }
       } else {
         store_shared(dst + Layout::offset(row, chunk), load_chunk<kVecBytes>(src + chunk * 16, valid));
       }
@@ -127,6 +133,7 @@ DEV void step_items(DecodeItems& to, const DecodeItems& from, const DecodeParams
 struct Loader {
   DecodeItems& items;
   int tile, slot;               // slot: of the item, if not PAGED
+  u64 policy;
 
   DEV int key_of(int tile) const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
   // By all lanes, before an item's first tile, which goes to `stage`: pages of the tiles that nobody asked for before.
@@ -150,7 +157,7 @@ struct Loader {
       }
     }
   }
-  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first) : items(first), tile(0), slot(0) {
+  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first) : items(first), tile(0), slot(0), policy(l2_policy(p.num_row_tiles == 1)) {
     if (items.is_valid) begin(p, s, 0);
   }
   DEV void load(const DecodeParams& p, SharedStorage& s, int stage) {
@@ -169,12 +176,12 @@ struct Loader {
       };
       const u32 sK = shared_address(s.sK[stage][group_idx()]), sV = shared_address(s.sV[stage][group_idx()]);
       if constexpr (kGroupKeys == 32) {
-        copy_gathered<KLayout>(sK, row(false), 0, p.head_dim);
-        copy_gathered<VLayout>(sV, row(true), 0, p.head_dim_v);
+        copy_gathered<KLayout>(sK, row(false), 0, p.head_dim, policy);
+        copy_gathered<VLayout>(sV, row(true), 0, p.head_dim_v, policy);
       } else {
         const char* own = row(thread_index() % 32 >= 16);
-        copy_gathered<KLayout>(sK, own, 0, p.head_dim);
-        copy_gathered<VLayout>(sV, own, 16, p.head_dim_v);
+        copy_gathered<KLayout>(sK, own, 0, p.head_dim, policy);
+        copy_gathered<VLayout>(sV, own, 16, p.head_dim_v, policy);
       }
       const int later = key_of(tile + kAhead);
       if (kPaged && tile + kAhead < item.end && later < item.cached) {
