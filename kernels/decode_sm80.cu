@@ -157,7 +157,8 @@ struct Loader {
       }
     }
   }
-  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first) : items(first), tile(0), slot(0), policy(l2_policy(p.num_row_tiles == 1)) {
+  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first)
+      : items(first), tile(0), slot(0), policy(l2_policy(p.num_row_tiles == 1)) {
     if (items.is_valid) begin(p, s, 0);
   }
   DEV void load(const DecodeParams& p, SharedStorage& s, int stage) {
@@ -386,7 +387,7 @@ DEV void attend(Rows& rows, const QueryRows& rQ, SharedStorage& s, int stage, co
   const int first_row = item.row_tile * kItemRows + part_idx() * kWarpRows;
   const RowMask mask = {KeyMask(p, p.seqlen_q, item.seqlen_k), group_of(p)};
   const u32 lane = thread_index() % 32, v_tile = shared_address(s.sV[stage][group_idx()]);
-  // By a group past the last key too, which finds zeros: racecheck counts on barriers to which all come equally often.
+  // By a group past the last key too, which finds zeros: racecheck takes groups for racing that came to barriers unequally often.
   if (partial) separate_nonfinite(rows, s.sV[stage][group_idx()], mask, first_row, first_key);
   if (first_key >= item.seqlen_k) return;
   Logits rS;
