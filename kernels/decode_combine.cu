@@ -17,8 +17,8 @@ constexpr int kStore = OUT_VEC_BYTES / sizeof(Element) < kVec ? OUT_VEC_BYTES / 
 constexpr int kTaskCols = 32 * kVec;
 constexpr int kTasksOfRow = (kHeadDimV + kTaskCols - 1) / kTaskCols;
 constexpr int kBatch = 6;
-// With the registers of the first a block fits beside one of decode_sm80, and has found its parts before that ends. Without equal
-// shares it would spill.
+// With the registers of the first a block fits beside one of decode_sm80, and has found its parts before that ends. Without
+// equal shares it would spill.
 constexpr int kMinBlocks = kCanStartEarly && !kFixedSplits && sizeof(R) == 4 ? 4 : 1;
 static_assert(kThreads % 32 == 0 && kHeadDimV % kVec == 0, "whole warps, whole loads");
 

@@ -88,8 +88,8 @@ DEV bool any_of_group(bool x) {
 
 // ------------------------------------------------------------------------------------------------------------------ loading
 
-// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`. `policy`: of l2_policy;
-// not for pages, which requests may share.
+// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`. `policy`: of
+// l2_policy; not for pages, which requests may share.
 template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, int first_lane, int cols, u64 policy) {
   constexpr int kLine = Layout::kLine, kRowsAtOnce = 32 / kLine;
   constexpr bool kAsync = kHasCpAsync && kVecBytes >= 4;
@@ -128,8 +128,8 @@ DEV void step_items(DecodeItems& to, const DecodeItems& from, const DecodeParams
 }
 
 // Copies key tiles ahead of those that are computed. A lane finds the rows of a key; of 16 keys one half of the lanes those of K,
-// the other those of V. Its page is copied from the table with the tile that had the stage before: behind all that is on its way
-// an answer takes longer than a tile.
+// the other those of V. Its page is copied from the table with the tile that had the stage before: behind all that is on its
+// way an answer takes longer than a tile.
 struct Loader {
   DecodeItems& items;
   int tile, slot;               // slot: of the item, if not PAGED
@@ -387,7 +387,7 @@ DEV void attend(Rows& rows, const QueryRows& rQ, SharedStorage& s, int stage, co
   const int first_row = item.row_tile * kItemRows + part_idx() * kWarpRows;
   const RowMask mask = {KeyMask(p, p.seqlen_q, item.seqlen_k), group_of(p)};
   const u32 lane = thread_index() % 32, v_tile = shared_address(s.sV[stage][group_idx()]);
-  // By a group past the last key too, which finds zeros: racecheck takes groups for racing that came to barriers unequally often.
+  // By a group past the last key too, which finds zeros: racecheck takes groups for racing that meet unequally often.
   if (partial) separate_nonfinite(rows, s.sV[stage][group_idx()], mask, first_row, first_key);
   if (first_key >= item.seqlen_k) return;
   Logits rS;

@@ -107,9 +107,9 @@ struct DecodeItem {
   i64 slot;                     // where its partial results go; -1: it has all tiles and writes the outputs
 };
 
-// A step of the work on all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows of
-// the same keys are there at about the same time, so that the second finds them in the L2 cache. The steps of an item are those
-// that it costs and then its tiles.
+// A step of the work on all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows
+// of the same keys are there at about the same time, so that the second finds them in the L2 cache. The steps of an item are
+// those that it costs and then its tiles.
 struct StepPlace { int batch, row_tile, head_k, step, num_tiles; };     // step: counted from the item's first
 
 // The tiles of an item of 32 requests, one a lane, and the sums of those of all key heads up to each. All lanes of a warp
@@ -156,7 +156,9 @@ struct Shares {
 
   DEV StepPlace place(const DecodeParams& p, int step) const {
     const int cost_of_request = cost * p.heads_k;
-    const auto steps_of_32 = [&](const WorkOf32& w, int first) { return w.total() + cost_of_request * min(p.batch - first, 32); };
+    const auto steps_of_32 = [&](const WorkOf32& w, int first) {
+      return w.total() + cost_of_request * min(p.batch - first, 32);
+    };
     WorkOf32 w = work;
     int row_tile = 0, first = 0;
     while (step >= steps_of_32(w, first)) {
