@@ -21,9 +21,10 @@ from .config_base import (
 from .problem import MAX_CACHE_HEAD_DIMS, MAX_HEAD_DIM, MAX_SEQLEN, DecodeProblem
 
 
-def _shared_constants(problem: DecodeProblem) -> dict[str, int]:
+def _shared_constants(problem: DecodeProblem, item_cost: int) -> dict[str, int]:
+    """``item_cost``: tiles that take as long as all that a block does for an item but its tiles. Shares count it."""
     return {**shared_constants(problem), "PAGED": int(problem.paged), "APPENDS": int(problem.seqlen_new > 0),
-            "FIXED_SPLITS": int(problem.num_splits > 0), "V_IS_K": int(problem.v_is_k)}
+            "FIXED_SPLITS": int(problem.num_splits > 0), "V_IS_K": int(problem.v_is_k), "ITEM_COST": item_cost}
 
 
 def _max_blocks_reason(max_blocks: int, device: Device) -> str:
@@ -67,6 +68,7 @@ _SM80_WARPS = (
 _SM80_STAGES = 2, 6                 # at least: one lands while one is used; at most: what a multiprocessor needs on its way
 _SM80_MERGE_PAD = 8                 # columns: against bank conflicts
 _SM80_ITEMS = 72                    # bytes of DecodeItems of kernels/attn/decode.cuh
+_SM80_ITEM_COST = 128 * 1024        # bytes of keys and values that come in while Q of an item is fetched and it is written
 
 
 class _Sm80Tile(NamedTuple):
@@ -83,14 +85,15 @@ class _Sm80Tile(NamedTuple):
         return 32 * self.warps.warps_m * self.warps.warps_n
 
 
-def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile) -> int:
+def _sm80_smem(head_dim: int, head_dim_v: int, tile: _Sm80Tile, paged: bool) -> int:
     """Bytes of SharedStorage of kernels/decode_sm80.cu: K and V of the stages; Q, or O of the groups; the max and the sum of
-    their rows; items of the block, two in turns, and of each warp.
+    their rows; items of the block, two in turns, and of each warp; pages.
     """
     block_m, groups = tile.warps.block_m, tile.warps.warps_n
     stages = 2 * tile.stages * tile.block_n * (head_dim + head_dim_v)
     queries, joined = 2 * block_m * head_dim, 4 * groups * block_m * (tile.warps.merge_cols + _SM80_MERGE_PAD)
-    return round_up(stages + max(queries, joined) + 8 * groups * block_m + _SM80_ITEMS * (2 + tile.threads // 32), 128)
+    items, pages = _SM80_ITEMS * (2 + tile.threads // 32), 4 * tile.stages * tile.threads if paged else 4
+    return round_up(stages + max(queries, joined) + 8 * groups * block_m + items + pages, 128)
 
 
 def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
@@ -103,7 +106,7 @@ def _sm80_tile(problem: DecodeProblem, device: Device) -> _Sm80Tile | None:
         while warps.warps_n:
             for stages in range(most, fewest - 1, -1):
                 tile = _Sm80Tile(warps, stages, 0)
-                smem = _sm80_smem(head_dim, head_dim_v, tile)
+                smem = _sm80_smem(head_dim, head_dim_v, tile, problem.paged)
                 if smem <= device.smem_optin:
                     return tile._replace(smem=smem)
             warps = warps.fewer()
@@ -124,8 +127,9 @@ def _sm80(problem: DecodeProblem, device: Device, refused) -> Config:
     tile = _sm80_tile(problem, device)
     warps = tile.warps
     head_dim, head_dim_v = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
+    item_cost = min(4, max(1, round(_SM80_ITEM_COST / (2 * tile.block_n * (head_dim + head_dim_v)))))
     constants = {
-        **_shared_constants(problem),
+        **_shared_constants(problem, item_cost),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
         "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
         "BLOCK_M": warps.block_m, "BLOCK_N": tile.block_n, "MTILES": warps.mtiles, "WARPS_M": warps.warps_m,
@@ -142,6 +146,7 @@ def _sm80(problem: DecodeProblem, device: Device, refused) -> Config:
         "for its own keys and for nobody else",
         f"stages = {tile.stages}  # as many key tiles on their way as fit, up to {_SM80_STAGES[1]}",
         f"merge_cols = {warps.merge_cols}  # columns of O that the groups of warps join at a time",
+        f"item_cost = {item_cost}  # tiles that an item counts for in the share of a block, beside those that it has",
         f"smem_bytes = {tile.smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v} in whole groups of 32",
         f"vec_bytes = {problem.alignment}  # {vec}",
@@ -188,7 +193,7 @@ def _sm90(problem: DecodeProblem, device: Device, refused) -> Config:
 
 def _sm90_constants(problem: DecodeProblem, head_dim: int, head_dim_v: int, smem: int) -> dict[str, int]:
     return {
-        **_shared_constants(problem),
+        **_shared_constants(problem, 0),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
         "WHOLE_HEADS": int((problem.head_dim, problem.head_dim_v) == (head_dim, head_dim_v)),
         "BLOCK_M": _SM90_BLOCK_M, "BLOCK_N": _SM90_BLOCK_N, "SMEM_BYTES": smem, "VEC_BYTES": 16,
@@ -336,7 +341,7 @@ def _simt(problem: DecodeProblem, device: Device, refused) -> Config:
     out_vec = vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v)
     max_blocks = device.num_sms * tile.blocks
     constants = {
-        **_shared_constants(problem),
+        **_shared_constants(problem, 0),
         "HEAD_DIM": tile.head_dim, "HEAD_DIM_V": tile.head_dim_v, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "WARPS": _SIMT_WARPS, "KEYS": tile.keys, "CHUNK_K": tile.chunk_k, "CHUNK_V": tile.chunk_v, "STAGES": tile.stages,
         "SMEM_BYTES": tile.smem, "MIN_BLOCKS": tile.blocks, "VEC_BYTES": vec, "OUT_VEC_BYTES": out_vec,
@@ -368,7 +373,7 @@ def around(problem: DecodeProblem, config: Config) -> tuple[Kernel, ...]:
     if problem.num_splits == 1:
         return (config,)
     names = ("DTYPE", "MASK_LEFT", "MASK_RIGHT", "VARLEN", "PAGED", "APPENDS", "FIXED_SPLITS", "V_IS_K", "BLOCK_M", "BLOCK_N",
-             "HEAD_DIM_V")
+             "HEAD_DIM_V", "ITEM_COST")
     constants = dict(config.constants)
     combine = {name: constants[name] for name in names}
     combine |= {"THREADS": _COMBINE_THREADS, "OUT_VEC_BYTES": vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v)}

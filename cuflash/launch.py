@@ -117,7 +117,7 @@ def grid_of(problem: Problem, config: Config) -> int:
         raise ValueError(f"batch * heads * {side} tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {heads} * "
                          f"{tiles}: split the batch")
     if is_decode:
-        key_tiles = -(-problem.seqlen_k // config.block_n) + 1
+        key_tiles = -(-problem.seqlen_k // config.block_n) + 1 + dict(config.constants)["ITEM_COST"]     # with an item's cost
         limit = MAX_GRID - config.max_blocks            # a block counts on to what would be its next
         for what, count in (("key tiles", key_tiles), ("num_splits", problem.num_splits)):
             if grid * count > limit:

@@ -16,7 +16,10 @@ constexpr int kThreads = THREADS, kWarps = kThreads / 32;
 constexpr int kStore = OUT_VEC_BYTES / sizeof(Element) < kVec ? OUT_VEC_BYTES / sizeof(Element) : kVec;
 constexpr int kTaskCols = 32 * kVec;
 constexpr int kTasksOfRow = (kHeadDimV + kTaskCols - 1) / kTaskCols;
-constexpr int kBatch = 8;
+constexpr int kBatch = 6;
+// With the registers of the first a block fits beside one of decode_sm80, and has found its parts before that ends. Without
+// equal shares it would spill.
+constexpr int kMinBlocks = kCanStartEarly && !kFixedSplits && sizeof(R) == 4 ? 4 : 1;
 static_assert(kThreads % 32 == 0 && kHeadDimV % kVec == 0, "whole warps, whole loads");
 
 struct SharedStorage { Vec<R, kVec> sSums[kWarps][32]; };
@@ -50,77 +53,108 @@ DEV Parts find_parts(const DecodeParams& p) {
     const Shares shares(p);
     const int block = blockIdx.x;
     if (block + 1 >= shares.blocks) return parts;
-    const int border = shares.first_tile(block + 1);
-    const TilePlace place = shares.place(p, border);
-    if (place.tile == 0) return parts;          // between two items
-    const int begin = border - place.tile, first_block = shares.block_of(begin);
+    const int border = shares.begin(block + 1);
+    const StepPlace place = shares.place(p, border);
+    if (place.step <= shares.cost) return parts;        // between two items
+    const int begin = border - place.step + shares.cost, first_block = shares.block_of(begin);      // the item's first tile
     parts.batch = place.batch, parts.row_tile = place.row_tile, parts.head_k = place.head_k;
     parts.count = shares.block_of(begin + place.num_tiles - 1) - first_block + 1;
     parts.share = block - first_block, parts.shares = parts.count - 1;
-    parts.first = slot_of_part(first_block, shares.first_tile(first_block) == begin);
+    parts.first = slot_of_part(first_block, shares.begin(first_block) >= begin - shares.cost);
     parts.step = slot_of_part(first_block + 1, true);
   }
   return parts;
 }
 
-// The weighted outputs of every `step`-th part of a row from `first` on. `total`: the lse of all parts.
-DEV Vec<R, kVec> add_parts(const DecodeParams& p, const Parts& parts, int i, int col, int first, int step,
-                           TotalLse<R, false>& total) {
-  const R* gLse = (const R*)p.partial_lse + i;
-  const R* gO = (const R*)p.partial_out + i * kHeadDimV + col;
-  Vec<R, kVec> sum = {}, x[kBatch];
-  R lse[kBatch];
-  const auto load = [&](int from) {
-    #pragma unroll
-    for (int j = 0; j < kBatch; j++) {
-      const int part = from + j * step;
-      const bool inside = part < parts.count;
-      const i64 row = inside ? parts.slot(p, part) * kItemRows : 0;
-      lse[j] = inside ? gLse[row] : -infinity(R());
-      x[j] = inside && col < kHeadDimV ? load_vec<kVec>(gO + row * kHeadDimV) : Vec<R, kVec>{};
-    }
-  };
-  load(first);
-  #pragma unroll 4
-  for (int part = threadIdx.x % 32; part < parts.count; part += 32) total.add(gLse[parts.slot(p, part) * kItemRows]);
-  total.add_lanes();
-  const R inverse = total.inverse();
-  #pragma unroll 1
-  for (int from = first; from < parts.count;) {
-    #pragma unroll
-    for (int j = 0; j < kBatch; j++) {
-      const R weight = total.weight(lse[j], inverse);
+// What a lane adds up of a task: some columns of a row of every `step`-th part from `first` on.
+struct Task {
+  const DecodeParams& p;
+  const Parts& parts;
+  const R* lse;                 // of the row in slot 0
+  const R* out;
+  int first, step;
+  bool has_cols;
+
+  DEV Task(const DecodeParams& params, const Parts& all, int i, int col, int first_part, int every)
+      : p(params), parts(all), lse((const R*)params.partial_lse + i), out((const R*)params.partial_out + i * kHeadDimV + col),
+        first(first_part), step(every), has_cols(col < kHeadDimV) {}
+
+  // The weighted sum. `total`: the lse of all parts. `before_reading()` comes when addresses are known.
+  template <typename F> DEV Vec<R, kVec> add_parts(TotalLse<R, false>& total, F before_reading) const {
+    Vec<R, kVec> sum = {}, x[kBatch];
+    R part_lse[kBatch];
+    int slots[kBatch];          // below 2^31: the host refuses more parts
+    const auto find = [&](int from) {
       #pragma unroll
-      for (int e = 0; e < kVec; e++) sum.x[e] = fma(weight, x[j].x[e], sum.x[e]);
+      for (int j = 0; j < kBatch; j++) slots[j] = from + j * step < parts.count ? (int)parts.slot(p, from + j * step) : -1;
+    };
+    const auto load = [&] {
+      #pragma unroll
+      for (int j = 0; j < kBatch; j++) {
+        const i64 row = (i64)slots[j] * kItemRows;
+        part_lse[j] = slots[j] >= 0 ? lse[row] : -infinity(R());
+        x[j] = slots[j] >= 0 && has_cols ? load_vec<kVec>(out + row * kHeadDimV) : Vec<R, kVec>{};
+      }
+    };
+    find(first);
+    int lanes = 2;              // that add up the lse: of few parts all do it, some each
+    while (lanes < min(parts.count, 32)) lanes *= 2;
+    before_reading();
+    load();
+    #pragma unroll 4
+    for (int part = threadIdx.x % lanes; part < parts.count; part += lanes) total.add(lse[parts.slot(p, part) * kItemRows]);
+    total.add_lanes(lanes);
+    const R inverse = total.inverse();
+    #pragma unroll 1
+    for (int from = first; from < parts.count;) {
+      #pragma unroll
+      for (int j = 0; j < kBatch; j++) {
+        const R weight = total.weight(part_lse[j], inverse);
+        #pragma unroll
+        for (int e = 0; e < kVec; e++) sum.x[e] = fma(weight, x[j].x[e], sum.x[e]);
+      }
+      from += kBatch * step;
+      if (from < parts.count) find(from), load();
     }
-    from += kBatch * step;
-    if (from < parts.count) load(from);
+    return sum;
   }
-  return sum;
-}
+};
 
-DEV void write_out(const DecodeParams& p, const Parts& parts, int row, int col, const Vec<R, kVec>& x, R lse) {
-  const int group = group_of(p), query = row / group, head = parts.head_k * group + row % group;
-  Element* gO = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head;
-  #pragma unroll
-  for (int c = 0; c < kVec; c += kStore) {
-    Vec<Element, kStore> y;
+// Where a row's results go.
+struct Result {
+  Element* out;
+  R* lse;                       // null: not wanted
+  int cols;                     // from the lane's first on
+
+  DEV Result(const DecodeParams& p, const Parts& parts, int row, int col) {
+    const int group = group_of(p), query = (u32)row / (u32)group, head = parts.head_k * group + row - query * group;
+    out = (Element*)p.out + parts.batch * p.out_strides.batch + query * p.out_strides.row + head * p.out_strides.head + col;
+    lse = p.lse && col == 0 ? (R*)p.lse + ((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query : nullptr;
+    cols = p.head_dim_v - col;
+  }
+  DEV void write(const Vec<R, kVec>& x, R total) const {
     #pragma unroll
-    for (int e = 0; e < kStore; e++) from_real(y.x[e], x.x[c + e]);
-    if (col + c < p.head_dim_v) *(Vec<Element, kStore>*)(gO + col + c) = y;
+    for (int c = 0; c < kVec; c += kStore) {
+      Vec<Element, kStore> y;
+      #pragma unroll
+      for (int e = 0; e < kStore; e++) from_real(y.x[e], x.x[c + e]);
+      if (c < cols) *(Vec<Element, kStore>*)(out + c) = y;
+    }
+    if (lse) *lse = total;
   }
-  if (p.lse && col == 0) ((R*)p.lse)[((i64)parts.batch * p.heads_q + head) * p.seqlen_q + query] = lse;
-}
+};
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) decode_combine(const DecodeParams p) {
   __shared__ SharedStorage s;
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p);
-  wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one
-  if (parts.count <= 1) return;
   const int first_row = parts.row_tile * kItemRows, rows = min(kItemRows, num_rows(p) - first_row);
-  const int tasks = (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;       // of this block; may be below 1
-  if (tasks <= 0) return;
+  // Of this block; may be below 1.
+  const int tasks = parts.count <= 1 ? 0 : (rows * kTasksOfRow - parts.share + parts.shares - 1) / parts.shares;
+  if (tasks <= 0) {
+    wait_for_kernel_before();   // whoever has nothing to do, too: else this kernel might end before that one
+    return;
+  }
   const int sharing = max(kWarps / tasks, 1), at_once = kWarps / sharing;       // warps of a task, tasks
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   #pragma unroll 1
@@ -128,18 +162,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine(const D
     const int own = first + warp / sharing, task = parts.share + own * parts.shares;
     const bool has_task = warp / sharing < at_once && own < tasks;
     const int i = task / kTasksOfRow, col = task % kTasksOfRow * kTaskCols + lane * kVec;
+    const Result result(p, parts, first_row + i, col);
+    const auto wait = [&] { if (first == 0) wait_for_kernel_before(); };        // the sooner it returns, the sooner all is done
     Vec<R, kVec> sum = {};
     TotalLse<R, false> total;
-    if (has_task) sum = add_parts(p, parts, i, col, warp % sharing, sharing, total);
+    if (has_task) sum = Task(p, parts, i, col, warp % sharing, sharing).add_parts(total, wait);
+    else wait();
     if (sharing > 1) {
       s.sSums[warp][lane] = sum;
       __syncthreads();
       if (warp % sharing == 0)
-        for (int w = 1; w < sharing; w++)
+        #pragma unroll
+        for (int w = 1; w < kWarps; w++)
           #pragma unroll
-          for (int e = 0; e < kVec; e++) sum.x[e] += s.sSums[warp + w][lane].x[e];
-      __syncthreads();
+          for (int e = 0; e < kVec; e++) sum.x[e] += w < sharing ? s.sSums[warp + w][lane].x[e] : 0;
     }
-    if (has_task && warp % sharing == 0) write_out(p, parts, first_row + i, col, sum, total.natural_lse());
+    if (has_task && warp % sharing == 0) result.write(sum, total.natural_lse());
+    if (sharing > 1) __syncthreads();
   }
 }

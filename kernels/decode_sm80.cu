@@ -17,6 +17,7 @@
 #include "attn/score.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/dependent.cuh"
+#include "ptx/stream.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 
@@ -53,6 +54,7 @@ struct alignas(128) SharedStorage {
   // What is the same for all costs no registers here.
   DecodeItems items[2];         // the item that is computed and the next, in turns
   DecodeItems ahead[kThreads / 32];     // what a warp copies
+  int pages[kPaged ? kStages : 1][kPaged ? kThreads : 1];       // of each thread's key of a stage, as the table says
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -86,8 +88,9 @@ DEV bool any_of_group(bool x) {
 
 // ------------------------------------------------------------------------------------------------------------------ loading
 
-// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`.
-template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, int first_lane, int cols) {
+// Rows of a group's keys or values from where lanes first_lane.. of the warp say (null: zeros) to `dst`. `policy`: of
+// l2_policy; not for pages, which requests may share.
+template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, int first_lane, int cols, u64 policy) {
   constexpr int kLine = Layout::kLine, kRowsAtOnce = 32 / kLine;
   constexpr bool kAsync = kHasCpAsync && kVecBytes >= 4;
   const u32 lane = thread_index() % 32;
@@ -102,8 +105,12 @@ template <typename Layout> DEV void copy_gathered(u32 dst, const char* own_row, 
       const int valid = !src ? 0 : kWholeHeads ? 16 : min(max(cols - chunk * 8, 0), 8) * 2;
       if constexpr (kAsync) {
         #pragma unroll
-        for (int at = 0; at < 16; at += kVecBytes)
-          cp_async<kVecBytes>(dst + Layout::offset(row, chunk) + at, src + chunk * 16 + at, min(max(valid - at, 0), kVecBytes));
+        for (int at = 0; at < 16; at += kVecBytes) {
+          const u32 to = dst + Layout::offset(row, chunk) + at;
+          const int bytes = min(max(valid - at, 0), kVecBytes);
+          if constexpr (kPaged) cp_async<kVecBytes>(to, src + chunk * 16 + at, bytes);
+          else cp_async_hinted<kVecBytes>(to, src + chunk * 16 + at, bytes, policy);
+        }
       } else {
         store_shared(dst + Layout::offset(row, chunk), load_chunk<kVecBytes>(src + chunk * 16, valid));
       }
@@ -121,48 +128,72 @@ DEV void step_items(DecodeItems& to, const DecodeItems& from, const DecodeParams
 }
 
 // Copies key tiles ahead of those that are computed. A lane finds the rows of a key; of 16 keys one half of the lanes those of K,
-// the other those of V.
+// the other those of V. Its page is copied from the table with the tile that had the stage before: behind all that is on its
+// way an answer takes longer than a tile.
 struct Loader {
   DecodeItems& items;
-  int tile, slot;               // slot: of this lane's key, looked up a tile ahead
+  int tile, slot;               // slot: of the item, if not PAGED
+  u64 policy;
 
-  DEV int key() const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
-  DEV void look_up(const DecodeParams& p) {
-    const Cache cache(p, items.item.batch, items.item.cached);
-    const int own_key = key();                  // by all lanes
-    if (!kPaged || own_key < items.item.cached) slot = cache.slot(own_key);
+  DEV int key_of(int tile) const { return tile * kTileKeys + group_idx() * kGroupKeys + thread_index() % kGroupKeys; }
+  // By all lanes, before an item's first tile, which goes to `stage`: pages of the tiles that nobody asked for before.
+  DEV void begin(const DecodeParams& p, SharedStorage& s, int stage) {
+    const DecodeItem& item = items.item;
+    const Cache cache(p, item.batch, item.cached);
+    tile = item.begin;
+    if constexpr (!kPaged) {
+      slot = cache.slot(0);
+    } else {
+      int pages[kAhead];
+      #pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        const int key = key_of(tile + i);
+        pages[i] = tile + i < item.end && key < item.cached ? *cache.entry(key) : 0;
+      }
+      #pragma unroll
+      for (int i = 0; i < kAhead; i++) {
+        s.pages[stage][thread_index()] = pages[i];
+        stage = stage + 1 == kStages ? 0 : stage + 1;
+      }
+    }
   }
-  DEV Loader(const DecodeParams& p, DecodeItems& first) : items(first), tile(first.item.begin), slot(0) {
-    if (items.is_valid) look_up(p);
+  DEV Loader(const DecodeParams& p, SharedStorage& s, DecodeItems& first)
+      : items(first), tile(0), slot(0), policy(l2_policy(p.num_row_tiles == 1)) {
+    if (items.is_valid) begin(p, s, 0);
   }
   DEV void load(const DecodeParams& p, SharedStorage& s, int stage) {
     if (items.is_valid) {
       const DecodeItem& item = items.item;
       const Cache cache(p, item.batch, item.cached);
-      const int own_key = key();
+      const int own_key = key_of(tile);
+      const int own_slot = kPaged ? cache.slot_of(s.pages[stage][thread_index()]) : slot;
       const auto row = [&](bool of_v) -> const char* {
         if (own_key >= item.seqlen_k) return nullptr;
         if (cache.is_new(own_key))
           return (const char*)cache.new_row((const Element*)(of_v ? p.v_new : p.k_new), of_v ? p.v_new_strides : p.k_new_strides,
                                             item.head_k, own_key);
         return (const char*)cache.row((const Element*)(of_v ? p.v : p.k), of_v ? p.v_strides : p.k_strides, item.head_k, own_key,
-                                      slot);
+                                      own_slot);
       };
       const u32 sK = shared_address(s.sK[stage][group_idx()]), sV = shared_address(s.sV[stage][group_idx()]);
       if constexpr (kGroupKeys == 32) {
-        copy_gathered<KLayout>(sK, row(false), 0, p.head_dim);
-        copy_gathered<VLayout>(sV, row(true), 0, p.head_dim_v);
+        copy_gathered<KLayout>(sK, row(false), 0, p.head_dim, policy);
+        copy_gathered<VLayout>(sV, row(true), 0, p.head_dim_v, policy);
       } else {
         const char* own = row(thread_index() % 32 >= 16);
-        copy_gathered<KLayout>(sK, own, 0, p.head_dim);
-        copy_gathered<VLayout>(sV, own, 16, p.head_dim_v);
+        copy_gathered<KLayout>(sK, own, 0, p.head_dim, policy);
+        copy_gathered<VLayout>(sV, own, 16, p.head_dim_v, policy);
       }
-      const bool ends = ++tile == item.end;
-      if (ends) {
+      const int later = key_of(tile + kAhead);
+      if (kPaged && tile + kAhead < item.end && later < item.cached) {
+        int& page = s.pages[kAhead == kStages ? stage : stage == 0 ? kStages - 1 : stage - 1][thread_index()];
+        if constexpr (kHasCpAsync) cp_async<4>(shared_address(&page), cache.entry(later), 4);
+        else page = *cache.entry(later);
+      }
+      if (++tile == item.end) {
         step_items(items, items, p);
-        tile = items.item.begin;
+        if (items.is_valid) begin(p, s, stage + 1 == kStages ? 0 : stage + 1);
       }
-      if ((kPaged || ends) && items.is_valid) look_up(p);
     }
     cp_async_commit();          // of nothing, too: the count of groups says which stage has landed
   }
@@ -175,10 +206,12 @@ DEV void fetch_q(Chunk (&rQ)[kQChunks], const DecodeParams& p, const DecodeItem&
   #pragma unroll
   for (int i = 0; i < kQChunks; i++) {
     const int idx = thread_index() + i * kThreads, row = idx / QLayout::kChunks, chunk = idx % QLayout::kChunks;
-    const int query = (first_row + row) / group, head = item.head_k * group + (first_row + row) % group;
+    rQ[i] = {};
+    // Without a division: warps that have no rows go on to the keys.
+    if (row >= kItemRows || (i64)(first_row + row) * p.heads_k >= (i64)p.seqlen_q * p.heads_q) continue;
+    const int query = (u32)(first_row + row) / (u32)group, head = item.head_k * group + first_row + row - query * group;
     const Element* src = (const Element*)p.q + item.batch * p.q_strides.batch + query * p.q_strides.row + head * p.q_strides.head;
-    const int valid = row < kItemRows && query < p.seqlen_q ? min(max(p.head_dim - chunk * 8, 0), 8) * 2 : 0;
-    rQ[i] = load_chunk<kVecBytes>((const char*)(src + chunk * 8), valid);
+    rQ[i] = load_chunk<kVecBytes>((const char*)(src + chunk * 8), min(max(p.head_dim - chunk * 8, 0), 8) * 2);
   }
 }
 DEV void store_q(SharedStorage& s, const Chunk (&rQ)[kQChunks]) {
@@ -350,12 +383,13 @@ DEV u32 query_lane(SharedStorage& s) {
 DEV void attend(Rows& rows, const QueryRows& rQ, SharedStorage& s, int stage, const Score<SCORE, float>& score, const DecodeParams& p,
                 const DecodeItem& item, int tile) {
   const int first_key = tile * kTileKeys + group_idx() * kGroupKeys;
-  if (first_key >= item.seqlen_k) return;
   const bool partial = item.tiles.is_partial(tile);
   const int first_row = item.row_tile * kItemRows + part_idx() * kWarpRows;
   const RowMask mask = {KeyMask(p, p.seqlen_q, item.seqlen_k), group_of(p)};
   const u32 lane = thread_index() % 32, v_tile = shared_address(s.sV[stage][group_idx()]);
+  // By a group past the last key too, which finds zeros: racecheck takes groups for racing that meet unequally often.
   if (partial) separate_nonfinite(rows, s.sV[stage][group_idx()], mask, first_row, first_key);
+  if (first_key >= item.seqlen_k) return;
   Logits rS;
   multiply_qk(rS, rQ, query_lane(s), piece_right<KLayout>(shared_address(s.sK[stage][group_idx()]), lane));
   apply_score_and_mask(rS, score, mask, partial, first_row, first_key);
@@ -476,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm80(const Deco
   __syncwarp();
   Chunk rQ[kQChunks];           // asked for first: behind all the keys it would come late
   if (first.is_valid) fetch_q(rQ, p, first.item);
-  Loader loader(p, s.ahead[threadIdx.x / 32]);
+  Loader loader(p, s, s.ahead[threadIdx.x / 32]);
   #pragma unroll 1
   for (int stage = 0; stage < kAhead; stage++) loader.load(p, s, stage);
   append<Element>(p);

@@ -35,8 +35,8 @@ def constants_of(made: Config) -> dict[str, int]:
 
 
 COMMON = {
-    "DTYPE", "MASK_LEFT", "MASK_RIGHT", "SCORE", "VARLEN", "PAGED", "APPENDS", "FIXED_SPLITS", "V_IS_K", "BLOCK_M", "BLOCK_N",
-    "HEAD_DIM", "HEAD_DIM_V", "VEC_BYTES", "OUT_VEC_BYTES", "SMEM_BYTES",
+    "DTYPE", "MASK_LEFT", "MASK_RIGHT", "SCORE", "VARLEN", "PAGED", "APPENDS", "FIXED_SPLITS", "V_IS_K", "ITEM_COST",
+    "BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_DIM_V", "VEC_BYTES", "OUT_VEC_BYTES", "SMEM_BYTES",
 }  # fmt: skip
 OWN = {
     "decode_sm90": {"WHOLE_HEADS"},
@@ -72,7 +72,7 @@ def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
         assert made.block_m == 16 * mtiles * warps_m and made.block_n == constants["GROUP_KEYS"] * warps_n
         assert made.threads == 32 * warps_m * warps_n <= 512 and 2 <= constants["STAGES"] <= 6
         assert constants["GROUP_KEYS"] in (16, 32) and constants["KEEPS_Q"] in (0, 1) and constants["KEEPS_Q"] * mtiles <= 1
-        assert constants["HEAD_DIM"] % 32 == constants["HEAD_DIM_V"] % 32 == 0
+        assert constants["HEAD_DIM"] % 32 == constants["HEAD_DIM_V"] % 32 == 0 and constants["ITEM_COST"] >= 1
         assert constants["HEAD_DIM_V"] % constants["MERGE_COLS"] == 0 and mtiles * max(stated.head_dim, stated.head_dim_v) <= 256
         padded = (constants["HEAD_DIM"], constants["HEAD_DIM_V"])
         assert constants["WHOLE_HEADS"] == ((stated.head_dim, stated.head_dim_v) == padded)
@@ -296,11 +296,11 @@ def test_more_items_than_one_launch_counts():
 
 @pytest.mark.parametrize("tier, stated", WITH_TIERS)
 def test_more_tiles_than_the_kernels_count(tier, stated):
-    """Of all items, each with one more than its keys have: where a window begins inside of a tile."""
+    """Of all items, each with one more than its keys have, where a window begins inside of a tile, and what it costs beside."""
     stated = dataclasses.replace(stated, seqlen_k=2**20, num_slots=4)
     made = choose(stated, H200, tier)
     items = -(-stated.rows // made.block_m) * stated.heads_k
-    key_tiles = 2**20 // made.block_n + 1
+    key_tiles = 2**20 // made.block_n + 1 + constants_of(made)["ITEM_COST"]
     limit = 2**31 - 1 - made.max_blocks  # a block counts on to what would be its next
     most = limit // (items * key_tiles)
     assert launch.grid_of(dataclasses.replace(stated, batch=most), made) == made.max_blocks

@@ -9,6 +9,9 @@ constexpr bool kPaged = PAGED;                  // else requests have their rows
 constexpr bool kAppends = APPENDS;              // k_new and v_new go behind the keys in the cache
 constexpr bool kFixedSplits = FIXED_SPLITS;     // num_splits parts an item, else equal shares a block
 constexpr int kItemRows = BLOCK_M, kTileKeys = BLOCK_N;
+constexpr int kItemCost = ITEM_COST;            // what an item costs beside its tiles, its Q and its results, in tiles
+constexpr int kFewTiles = 16;                   // a share with fewer: a tile more is more than an item costs while others wait
+static_assert(kItemCost < kFewTiles, "every share has a tile");
 
 // A forward's params, and these. k and v are the cache: [cache_batch, seqlen_k, heads_k, head_dim], or pages
 // [num_slots, page_size, heads_k, head_dim], of which seqlen_k = max_pages * page_size keys may be a request's.
@@ -41,7 +44,7 @@ static_assert(sizeof(DecodeParams) == DECODE_PARAMS_BYTES, "launch.py disagrees 
 
 // ------------------------------------------------------------------------------------------------------ lengths, the cache
 
-DEV int group_of(const DecodeParams& p) { return p.heads_q / p.heads_k; }      // query heads that share a key head
+DEV int group_of(const DecodeParams& p) { return (u32)p.heads_q / (u32)p.heads_k; }      // query heads that share a key head
 DEV int num_rows(const DecodeParams& p) { return p.seqlen_q * group_of(p); }
 
 // Keys of a request in the cache before this call. Cut to what there is room for, as all lengths are.
@@ -58,12 +61,14 @@ struct Cache {
 
   DEV Cache(const DecodeParams& params, int batch_, int cached_) : p(params), batch(batch_), cached(cached_) {}
   DEV bool is_new(int key) const { return kAppends && key >= cached; }
-  // The page of a key below seqlen_k, or the request's part of the cache. It is one that exists, whatever the table says.
+  // PAGED: where the page of a key below seqlen_k stands.
+  DEV const int* entry(int key) const { return p.block_table + batch * p.block_table_stride + (u32)key / (u32)p.page_size; }
+  // A page, or a request's part of the cache, that exists, whatever a table says.
+  DEV int slot_of(int entry) const { return min(max(entry, 0), p.num_slots - 1); }
+  // Of a key below seqlen_k.
   DEV int slot(int key) const {
-    int s = batch;
-    if (kPaged) s = p.block_table[batch * p.block_table_stride + (u32)key / (u32)p.page_size];
-    else if (p.cache_batch_idx) s = p.cache_batch_idx[p.decode_int64_lengths & 2 ? 2 * batch : batch];
-    return min(max(s, 0), p.num_slots - 1);
+    if (kPaged) return slot_of(*entry(key));
+    return slot_of(p.cache_batch_idx ? p.cache_batch_idx[p.decode_int64_lengths & 2 ? 2 * batch : batch] : batch);
   }
   // First element of a head of a key of p.k or p.v, `slot` being its slot(key).
   template <typename T> DEV T* row(T* x, const Strides& s, int head_k, int key, int slot) const {
@@ -92,11 +97,6 @@ DEV int num_tiles_of_rows(const DecodeParams& p, int seqlen_k, int row_tile) {
   const int begin = mask.key_begin(first / group) / kTileKeys;
   return max((mask.key_end(last / group) + kTileKeys - 1) / kTileKeys - begin, 1);
 }
-// Tiles of the items of a request that have the row tile. Those of all items are below 2^31: the host refuses more than there
-// may be.
-DEV int work_of_request(const DecodeParams& p, int row_tile, int batch) {
-  return batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) * p.heads_k : 0;
-}
 
 // What a block computes of one item.
 struct DecodeItem {
@@ -107,15 +107,20 @@ struct DecodeItem {
   i64 slot;                     // where its partial results go; -1: it has all tiles and writes the outputs
 };
 
-// A tile among those of all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows of
-// the same keys are there at about the same time, so that the second finds them in the L2 cache.
-struct TilePlace { int batch, row_tile, head_k, tile, num_tiles; };     // tile: counted from the item's first
+// A step of the work on all items, which lie in the order of row tiles, requests, key heads: blocks that are at different rows
+// of the same keys are there at about the same time, so that the second finds them in the L2 cache. The steps of an item are
+// those that it costs and then its tiles.
+struct StepPlace { int batch, row_tile, head_k, step, num_tiles; };     // step: counted from the item's first
 
-// The work of 32 requests, one a lane, and its sums up to each. All lanes of a warp together, here and below.
+// The tiles of an item of 32 requests, one a lane, and the sums of those of all key heads up to each. All lanes of a warp
+// together, here and below. Tiles of all items are below 2^31, what the items cost with them: the host refuses more than there
+// may be.
 struct WorkOf32 {
-  int own, sum;
-  DEV WorkOf32(const DecodeParams& p, int row_tile, int first)
-      : own(work_of_request(p, row_tile, first + threadIdx.x % 32)), sum(own) {
+  int tiles, own, sum;
+  DEV WorkOf32(const DecodeParams& p, int row_tile, int first) {
+    const int batch = first + threadIdx.x % 32;
+    tiles = batch < p.batch ? num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile) : 0;
+    own = sum = tiles * p.heads_k;
     #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffff, sum, step);
@@ -125,36 +130,48 @@ struct WorkOf32 {
   DEV int total() const { return __shfl_sync(0xffffffff, sum, 31); }
 };
 
-// Equal shares: of all tiles block `block` has those from first_tile(block) to first_tile(block + 1), `blocks` blocks have any.
+// Equal shares: of all steps block `block` has those from begin(block) to begin(block + 1), `blocks` blocks have any.
 struct Shares {
   WorkOf32 work;                // of the first rows and requests: often of all
-  int blocks, each, more;       // `more` blocks have one tile more
+  int cost;                     // steps of an item before its first tile
+  int blocks, each, more;       // `more` blocks have one step more
 
   DEV Shares(const DecodeParams& p) : work(p, 0, 0) {
     int total = work.total();
+    // Not unrolled: many calls need none of it, and instructions that a kernel starts with come from far away.
+    #pragma unroll 1
     for (int t = 0; t < p.num_row_tiles; t++)
+      #pragma unroll 1
       for (int first = t ? 0 : 32; first < p.batch; first += 32) total += WorkOf32(p, t, first).total();
-    blocks = min(total, p.num_blocks), each = total / blocks, more = total % blocks;
+    const int cost_of_all = p.batch * p.num_row_tiles * p.heads_k * kItemCost;
+    const bool is_much = total >= p.num_blocks * kFewTiles;
+    cost = is_much ? kItemCost : 0, total += is_much ? cost_of_all : 0;
+    blocks = min(total, p.num_blocks), each = (u32)total / (u32)blocks, more = total - each * blocks;
   }
-  DEV int first_tile(int block) const { return each * block + min(block, more); }
-  DEV int block_of(int tile) const {
+  DEV int begin(int block) const { return each * block + min(block, more); }
+  DEV int block_of(int step) const {
     const int of_larger = more * (each + 1);
-    return tile < of_larger ? tile / (each + 1) : more + (tile - of_larger) / each;
+    return step < of_larger ? (u32)step / (u32)(each + 1) : more + (u32)(step - of_larger) / (u32)each;
   }
 
-  DEV TilePlace place(const DecodeParams& p, int tile) const {
+  DEV StepPlace place(const DecodeParams& p, int step) const {
+    const int cost_of_request = cost * p.heads_k;
+    const auto steps_of_32 = [&](const WorkOf32& w, int first) {
+      return w.total() + cost_of_request * min(p.batch - first, 32);
+    };
     WorkOf32 w = work;
     int row_tile = 0, first = 0;
-    while (tile >= w.total()) {
-      tile -= w.total();
+    while (step >= steps_of_32(w, first)) {
+      step -= steps_of_32(w, first);
       first += 32;
       if (first >= p.batch) first = 0, row_tile++;
       w = WorkOf32(p, row_tile, first);
     }
-    const int at = __ffs(__ballot_sync(0xffffffff, w.sum > tile)) - 1, batch = first + at;
-    tile -= __shfl_sync(0xffffffff, w.sum - w.own, at);
-    const int n = num_tiles_of_rows(p, num_keys(p, num_cached(p, batch)), row_tile);
-    return {batch, row_tile, tile / n, tile % n, n};
+    const int before = w.sum - w.own + cost_of_request * (threadIdx.x % 32);            // steps of the requests before a lane's
+    const int at = __ffs(__ballot_sync(0xffffffff, before + w.own + cost_of_request > step)) - 1, batch = first + at;
+    step -= __shfl_sync(0xffffffff, before, at);
+    const int n = __shfl_sync(0xffffffff, w.tiles, at), head_k = (u32)step / (u32)(n + cost);
+    return {batch, row_tile, head_k, step - head_k * (n + cost), n};
   }
 };
 // A block has at most two items that it shares with others: its first, and its last.
@@ -168,8 +185,9 @@ DEV int num_parts(const DecodeParams& p) { return p.batch * p.num_row_tiles * p.
 struct DecodeItems {
   DecodeItem item;
   bool is_valid;                // whether there is an item
-  int left;                     // tiles of the block behind the item; FIXED_SPLITS: the next part
   bool is_first;
+  int left;                     // steps of the block behind the item; FIXED_SPLITS: the next part
+  int cost;                     // of an item
 
   DEV void set(const DecodeParams& p, int batch, int row_tile, int head_k) {
     item.batch = batch, item.row_tile = row_tile, item.head_k = head_k;
@@ -177,12 +195,12 @@ struct DecodeItems {
     item.seqlen_k = num_keys(p, item.cached);
     item.tiles = tiles_of_rows(p, KeyMask(p, p.seqlen_q, item.seqlen_k), row_tile);
   }
-  // Of the item, `tile` and what the block has behind it.
-  DEV void take(int tile, int num_tiles) {
-    const int count = min(num_tiles - tile, left);
-    left -= count;
-    item.begin = item.tiles.begin + tile, item.end = item.begin + count;
-    item.slot = count == num_tiles ? -1 : slot_of_part(blockIdx.x, is_first);
+  // Of the item, from a step of it on what the block has, which is a tile at least.
+  DEV void take(int step, int num_tiles) {
+    const int end = min(num_tiles + cost, step + left);
+    left -= end - step;
+    item.begin = item.tiles.begin + max(step - cost, 0), item.end = item.tiles.begin + end - cost;
+    item.slot = item.end - item.begin == num_tiles ? -1 : slot_of_part(blockIdx.x, is_first);
     is_first = false;
   }
   DEV void next_part(const DecodeParams& p) {
@@ -205,18 +223,18 @@ struct DecodeItems {
       const Shares shares(p);
       is_valid = blockIdx.x < shares.blocks, is_first = true;
       if (!is_valid) return;
-      const int first = shares.first_tile(blockIdx.x);
-      left = shares.first_tile(blockIdx.x + 1) - first;
-      const TilePlace place = shares.place(p, first);
+      const int first = shares.begin(blockIdx.x);
+      left = shares.begin(blockIdx.x + 1) - first, cost = shares.cost;
+      const StepPlace place = shares.place(p, first);
       set(p, place.batch, place.row_tile, place.head_k);
-      take(place.tile, place.num_tiles);
+      take(place.step, place.num_tiles);
     }
   }
   DEV void next(const DecodeParams& p) {
     if constexpr (kFixedSplits) {
       next_part(p);
     } else {
-      is_valid = left > 0;
+      is_valid = left > cost;
       if (!is_valid) return;
       if (item.head_k + 1 < p.heads_k) item.head_k++;
       else if (item.batch + 1 < p.batch) set(p, item.batch + 1, item.row_tile, 0);

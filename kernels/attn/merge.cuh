@@ -13,14 +13,16 @@ template <typename R, bool kNatural> struct TotalLse {
     total.sum = fma(sum, total.below_max(max), total.below_max(lse));
     *this = total;
   }
-  // Of what the lanes of a warp have, in all of them.
-  DEV void add_lanes() {
+  // Of what the lanes of a warp have, in all of them; or of each so many, a power of two, in those.
+  DEV void add_lanes(int lanes = 32) {
     TotalLse total = *this;
     #pragma unroll
-    for (int step = 16; step; step /= 2) total.max = fmax(total.max, __shfl_xor_sync(0xffffffff, total.max, step));
+    for (int step = 16; step; step /= 2)
+      if (step < lanes) total.max = fmax(total.max, __shfl_xor_sync(0xffffffff, total.max, step));
     total.sum *= total.below_max(max);
     #pragma unroll
-    for (int step = 16; step; step /= 2) total.sum += __shfl_xor_sync(0xffffffff, total.sum, step);
+    for (int step = 16; step; step /= 2)
+      if (step < lanes) total.sum += __shfl_xor_sync(0xffffffff, total.sum, step);
     *this = total;
   }
   DEV R inverse() const { return sum == 0 ? (R)0 : 1 / sum; }   // no part saw anything: all weigh 0

@@ -9,7 +9,9 @@
 DEV void start_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Returns when the kernel before has ended and all that it wrote can be seen; at once unless this one was started early.
 DEV void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+constexpr bool kCanStartEarly = true;
 #else
 DEV void start_dependents() {}
 DEV void wait_for_kernel_before() {}
+constexpr bool kCanStartEarly = false;
 #endif

@@ -4,3 +4,4 @@
 
 DEV void start_dependents() {}
 DEV void wait_for_kernel_before() {}
+constexpr bool kCanStartEarly = false;
