@@ -1,0 +1,120 @@
+"""The peers' own test suites on cuflash, sampled, from copies of theirs that are no part of this project.
+
+    git clone https://github.com/Dao-AILab/flash-attention
+    git clone --depth 1 --branch v2.11.0 https://github.com/pytorch/pytorch
+    python -m tests.peer_suites.run --flash-attention flash-attention --torch pytorch \\
+        --json bench/results/peer_suites_h200.json
+
+Names under which the suites import their own packages are those of the folder shims, which calls cuflash. Needs PyTorch, einops,
+pytest and pytest-xdist; GPU memory for the references too, about 5 GiB a worker.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from bench import record
+from bench.run import DeviceType, device_or_fail
+
+from .suites import SUITES
+
+ROOT = Path(__file__).parents[2]
+SHIMS = Path(__file__).parent / "shims"
+
+
+def run_suite(suite, checkout: Path, count: int | None, workers: int, seconds: int, cpu: bool) -> dict:
+    """What came of the cases of one suite."""
+    with tempfile.TemporaryDirectory(prefix="cuflash-peers-") as folder:
+        report = Path(folder) / "report.json"
+        settings = {"suite": suite.name, "count": count, "report": str(report), "seconds": seconds, "cpu": cpu}
+        environment = os.environ | suite.environment
+        environment |= {
+            "CUFLASH_PEER_SUITE": json.dumps(settings),
+            "CUFLASH_PEER_CHECKOUT": str(checkout.resolve()),
+            "PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
+        command = [
+            *(sys.executable, "-m", "pytest", "-p", "tests.peer_suites.plugin", "-c", os.devnull, "--noconftest"),
+            *("-p", "no:cacheprovider", "-q", "--tb=short", "--no-header", "--disable-warnings", "--show-capture=no"),
+            *("--rootdir", str(suite.file(checkout).parent), str(suite.file(checkout))),
+            *(["-n", str(workers)] if workers > 1 else []),
+        ]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if not report.exists():
+            raise click.ClickException(
+                f"{suite.name}: pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
+        result = json.loads(report.read_text())
+        if done.returncode not in (0, 1):
+            result["failed"].append({"case": "all", "error": done.stdout[-2000:] + done.stderr[-1000:]})
+        return result
+
+
+def version_of(checkout: Path) -> str | None:
+    """The commit of a checkout, if it is one or a file COMMIT says so."""
+    named = checkout / "COMMIT" if checkout.is_dir() else checkout.with_name("COMMIT")
+    if named.is_file():
+        return named.read_text().strip()
+    folder = checkout if checkout.is_dir() else checkout.parent
+    found = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def line_of(name: str, result: dict) -> str:
+    skipped, left_out = sum(result["skipped"].values()), sum(result["left_out"].values())
+    return (
+        f"{name}: {result['passed']} passed, {len(result['failed'])} failed, {skipped} skipped by the suite, {left_out} left "
+        f"out, of {result['run']} run of {result['cases']}; {result['seconds']} s"
+    )
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--flash-attention", type=click.Path(exists=True, file_okay=False, path_type=Path), help="A checkout of it.")
+@click.option("--torch", type=click.Path(exists=True, path_type=Path), help="A checkout of PyTorch, or its test_transformers.py.")
+@click.option("--suite", "names", type=click.Choice(list(SUITES)), multiple=True, help="Only this one. Repeat for several.")
+@click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of each sample.")
+@click.option("--workers", type=click.IntRange(1), help="Processes of pytest-xdist; none is said: as suits the suite.")
+@click.option("--seconds", type=click.IntRange(1), default=60, show_default=True, help="What a case may take.")
+@click.option("--device", type=DeviceType(), default="0", show_default=True, help="0, or cpu for a rehearsal without a GPU.")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
+def main(flash_attention, torch, names, fraction, workers, seconds, device, path):
+    """Run sampled test suites of FlashAttention 2, 3 and 4 and of PyTorch on cuflash."""
+    checkouts = {"flash_attention": flash_attention, "torch": torch}
+    wanted = [SUITES[name] for name in names or SUITES if checkouts[SUITES[name].checkout] or names]
+    if not wanted:
+        raise click.UsageError("none of --flash-attention and --torch is given: nothing to run")
+    if missing := [suite.checkout.replace("_", "-") for suite in wanted if not checkouts[suite.checkout]]:
+        raise click.UsageError(f"--{missing[0]} must be given")
+    device_id = device_or_fail(device)
+    result = {"kind": "peer_suites", "environment": record.environment(device_id), "fraction": fraction, "suites": {}}
+    click.echo(record.headline(result["environment"]))
+
+    def outcome(suite):
+        checkout = checkouts[suite.checkout]
+        count = suite.count if fraction == 1 else max(1, round(suite.count * fraction))
+        one = run_suite(suite, checkout, count, workers or suite.workers, seconds, device_id is None)
+        return suite.name, {"of": suite.path, "commit": version_of(checkout)} | one
+
+    # Beside one another: each spends seconds on imports, and there is a kernel to compile for every other case.
+    with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+        for name, one in pool.map(outcome, wanted):
+            result["suites"][name] = one
+            click.echo(line_of(name, one))
+            for failure in one["failed"]:
+                click.echo(f"  FAILED {failure['case']}: {failure['error']}")
+    if path:
+        record.write(path, result)
+    raise SystemExit(1 if any(one["failed"] for one in result["suites"].values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
