@@ -236,7 +236,7 @@ REFUSED = [
         (fa3.flash_attn_with_kvcache, "qkv", {name: SOME})
         for name in (
             *("qv", "rotary_cos", "rotary_sin", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"),
-            *("rotary_seqlens", "q_descale", "k_descale", "v_descale", "scheduler_metadata"),
+            *("q_descale", "k_descale", "v_descale", "scheduler_metadata"),
         )
     ),
     (fa3.flash_attn_with_kvcache, "qkv", {"attention_chunk": 4}),
@@ -256,6 +256,9 @@ def test_refused_by_name(function, given, option):
 def test_neutral_values_are_not_refused():
     q, k, v = tensors()
     same([fa2.flash_attn_func(q, k, v, dropout_p=0, alibi_slopes=None)], plain(q, k, v)[:1])
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "rotary_seqlens": lengths, "rotary_interleaved": False}
+    same([fa3.flash_attn_with_kvcache(q, k, v, **options)], [fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def _sample(module, counts: Counter) -> dict:
             found[name] = suites.Cases(
                 name, [_listed(mark) for mark in getattr(obj, "pytestmark", ()) if mark.name == "parametrize"]
             )
-    results = {name: cases.choose(SUITE.left_out) for name, cases in found.items()}
+    results = {name: cases.choose(SUITE.left_out, SUITE.whole) for name, cases in found.items()}
     allowed = suites.shares({name: len(eligible) for name, (eligible, _) in results.items()}, SETTINGS["count"])
     samples = {}
     for name, (eligible, reasons) in results.items():
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config, items):
             config.cuflash_counts["cases"] += 1
             if reason := SUITE.left_out(item.name, {}):
                 config.cuflash_counts[f"left out: {reason}"] += 1
-            else:
+            elif suites.is_torch_drawn(item.name):
                 eligible.append(item)
         items[:] = sorted(eligible, key=lambda item: suites.rank(item.name))[: SETTINGS["count"]]
     # Mixed: as many large cases at a time as there are workers would need more memory than there is.
@@ -186,6 +186,7 @@ class Report:
         self.config, self.started = config, time.time()
         self.counts, self.outcomes, self.seconds = None, {}, {}
         self.skipped, self.left_out, self.failed = Counter(), Counter(), []
+        self.first_case = self.written = None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -195,6 +196,7 @@ class Report:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
         if report.when != "call" and report.passed:
             return
+        self.first_case = self.first_case or time.time()
         case = report.nodeid.split("::", 1)[-1]
         self.outcomes[case] = report.outcome
         if report.skipped:
@@ -203,15 +205,24 @@ class Report:
             (self.left_out if "left_out" in properties else self.skipped)[reason] += 1
         elif report.failed:
             self.failed.append({"case": case, "error": _last_lines(report.longreprtext)})
+        if self.written is None or time.time() > self.written + 2:
+            self.write(ended=False)
 
     def pytest_sessionfinish(self):
+        self.write(ended=True)
+
+    def write(self, ended: bool):
+        """Now and then too: a run may be ended from outside."""
+        self.written = time.time()
         counts = Counter(self.counts or self.config.cuflash_counts)
         outcomes = Counter(self.outcomes.values())
         by_rule = {key.removeprefix("left out: "): number for key, number in counts.items() if key != "cases"}
         slowest = sorted(self.seconds.items(), key=lambda one: -one[1])[:10]
-        Path(SETTINGS["report"]).write_text(
+        path = Path(SETTINGS["report"])
+        path.with_suffix(".new").write_text(
             json.dumps(
                 {
+                    "ended": ended,
                     "cases": counts["cases"],
                     "run": len(self.outcomes),
                     "passed": outcomes["passed"],
@@ -220,11 +231,13 @@ class Report:
                     "left_out": dict(self.left_out),
                     "left_out_by_name": by_rule,
                     "seconds": round(time.time() - self.started, 1),
+                    "seconds_to_first_case": round((self.first_case or time.time()) - self.started, 1),
                     "seconds_of_cases": round(sum(self.seconds.values()), 1),
                     "slowest": {case.split("::", 1)[-1]: round(seconds, 2) for case, seconds in slowest},
                 }
             )
         )
+        path.with_suffix(".new").replace(path)
 
 
 def _last_lines(text: str) -> str:

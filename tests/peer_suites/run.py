@@ -14,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 SHIMS = Path(__file__).parent / "shims"
 
 
-def run_suite(suite, checkout: Path, count: int | None, workers: int, seconds: int, cpu: bool) -> dict:
+def run_suite(suite, checkout: Path, count: int | None, workers: int, seconds: int, limit: int, cpu: bool) -> dict:
     """What came of the cases of one suite."""
     with tempfile.TemporaryDirectory(prefix="cuflash-peers-") as folder:
         report = Path(folder) / "report.json"
@@ -48,15 +49,26 @@ def run_suite(suite, checkout: Path, count: int | None, workers: int, seconds: i
             *("--rootdir", str(suite.file(checkout).parent), str(suite.file(checkout))),
             *(["-n", str(workers)] if workers > 1 else []),
         ]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        printed, code = _run(command, environment, limit)
         if not report.exists():
-            raise click.ClickException(
-                f"{suite.name}: pytest ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            )
+            raise click.ClickException(f"{suite.name}: pytest ended with {code}:\n{printed[-6000:]}")
         result = json.loads(report.read_text())
-        if done.returncode not in (0, 1):
-            result["failed"].append({"case": "all", "error": done.stdout[-2000:] + done.stderr[-1000:]})
+        if not result["ended"] or code not in (0, 1):
+            result["failed"].append({"case": "all", "error": f"pytest ended with {code}: {printed[-2000:]}"})
         return result
+
+
+def _run(command: list[str], environment: dict, limit: int) -> tuple[str, int]:
+    """(what it printed, its exit code). It and all that it started are ended after ``limit`` seconds."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed = f"{process.communicate()[0]}\nended after {limit} s"
+    return printed, process.returncode
 
 
 def version_of(checkout: Path) -> str | None:
@@ -73,7 +85,7 @@ def line_of(name: str, result: dict) -> str:
     skipped, left_out = sum(result["skipped"].values()), sum(result["left_out"].values())
     return (
         f"{name}: {result['passed']} passed, {len(result['failed'])} failed, {skipped} skipped by the suite, {left_out} left "
-        f"out, of {result['run']} run of {result['cases']}; {result['seconds']} s"
+        f"out, of {result['run']} run of {result['cases']}; {result['seconds']} s, {result['seconds_to_first_case']} to the first"
     )
 
 
@@ -84,9 +96,10 @@ def line_of(name: str, result: dict) -> str:
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of each sample.")
 @click.option("--workers", type=click.IntRange(1), help="Processes of pytest-xdist; none is said: as suits the suite.")
 @click.option("--seconds", type=click.IntRange(1), default=60, show_default=True, help="What a case may take.")
+@click.option("--limit", type=click.IntRange(1), default=1800, show_default=True, help="Seconds that a suite may take.")
 @click.option("--device", type=DeviceType(), default="0", show_default=True, help="0, or cpu for a rehearsal without a GPU.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
-def main(flash_attention, torch, names, fraction, workers, seconds, device, path):
+def main(flash_attention, torch, names, fraction, workers, seconds, limit, device, path):
     """Run sampled test suites of FlashAttention 2, 3 and 4 and of PyTorch on cuflash."""
     checkouts = {"flash_attention": flash_attention, "torch": torch}
     wanted = [SUITES[name] for name in names or SUITES if checkouts[SUITES[name].checkout] or names]
@@ -101,7 +114,7 @@ def main(flash_attention, torch, names, fraction, workers, seconds, device, path
     def outcome(suite):
         checkout = checkouts[suite.checkout]
         count = suite.count if fraction == 1 else max(1, round(suite.count * fraction))
-        one = run_suite(suite, checkout, count, workers or suite.workers, seconds, device_id is None)
+        one = run_suite(suite, checkout, count, workers or suite.workers, seconds, limit, device_id is None)
         return suite.name, {"of": suite.path, "commit": version_of(checkout)} | one
 
     # Beside one another: each spends seconds on imports, and there is a kernel to compile for every other case.

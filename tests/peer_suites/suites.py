@@ -27,6 +27,7 @@ class Suite:
     loop: Callable[[object, object], bool] | None = None
     methods: Callable[[str], bool] | None = None  # of those of its classes, the ones that are meant
     sdpa: bool = False  # computed by cuflash as SDPA's flash backend
+    whole: bool = False  # run as a whole, not sampled
     workers: int = 2
 
     def file(self, checkout: Path) -> Path:
@@ -119,6 +120,27 @@ def is_torch_flash(test: str) -> bool:
     return test.startswith(names) and "_cuda" in test
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Where they are sampled from
+
+# A kernel is compiled for each dtype and head_dim, with and without each mask: in a sample there is hardly a case that needs no
+# new one. So each head_dim is drawn in one dtype. The suite of FlashAttention 4, which is run as a whole, has its own two.
+_FLOAT16 = {8, 16, 32, 59, 64, 128, 256}
+
+
+def is_drawn(test: str, head_dim: int | None, dtype: str) -> bool:
+    if head_dim is None or "float32" in dtype or test in ("test_flash_attn_combine", "test_flash_attn_cluster"):
+        return True
+    if test == "test_flash_attn_kvcache" and "bfloat16" in dtype:  # of FlashAttention 3, which has no other
+        return True
+    return (head_dim in _FLOAT16) == ("bfloat16" not in dtype)
+
+
+def is_torch_drawn(test: str) -> bool:
+    head_dim = re.search(r"_head_dim_(\d+)_", test)
+    return head_dim is None or is_drawn(test, int(head_dim[1]), test)
+
+
 SUITES = {
     suite.name: suite
     for suite in (
@@ -134,7 +156,9 @@ SUITES = {
             fa3_loop,
             workers=3,
         ),
-        Suite("fa4", "flash_attention", "tests/cute/test_flash_attn_fast.py", 241, fa4, ("flash_attn.cute.interface",)),
+        Suite(
+            "fa4", "flash_attention", "tests/cute/test_flash_attn_fast.py", 241, fa4, ("flash_attn.cute.interface",), whole=True
+        ),
         Suite(
             "torch",
             "torch",
@@ -191,13 +215,13 @@ class Cases:
                 given.update(zip(some, values))
             yield "-".join(part for part, _ in combination), given
 
-    def choose(self, left_out) -> tuple[list, Counter]:
+    def choose(self, left_out, whole: bool = False) -> tuple[list, Counter]:
         """(those that can be run: (name, parameters), in the order in which they are taken; how many are left out, by reason)."""
         reasons, eligible = Counter(), []
         for name, given in self:
             if reason := left_out(self.test, given):
                 reasons[reason] += 1
-            else:
+            elif whole or is_drawn(self.test, given.get("d"), str(given.get("dtype"))):
                 eligible.append((rank(f"{self.test}[{name}]"), name, given))
         eligible.sort(key=lambda case: case[:2])
         return [case[1:] for case in eligible], reasons
