@@ -219,33 +219,34 @@ def main(framework, backends, seqlen, steps, unfused_steps, layers, hidden, head
     setting = Setting(layers, hidden, heads, seqlen, tokens, steps)
     result = {"kind": "train", "environment": record.environment(device_id)}
     click.echo(record.headline(result["environment"]))
+    result["settings"] = {f"{framework} {seqlen}": asdict(setting) | {"parameters": setting.parameters}}
     runs = []
+    if path and path.exists():
+        old = json.loads(path.read_text())
+        if old["environment"]["kernels_digest"] != result["environment"]["kernels_digest"]:
+            raise click.ClickException(f"{path} is of other kernels: runs of both cannot be in one record")
+        runs, result["settings"] = old["runs"], old["settings"] | result["settings"]
     plan = [(name, setting) for name in names]
     if spread:
         plan.append((names[0], replace(setting, seed=setting.seed + 1)))
     for name, one in plan:
         if name in ("unfused", "xla") and unfused_steps:
             one = replace(one, steps=min(steps, unfused_steps))
-        runs.append(train(framework, name, one, device_id))
-        click.echo(line_of(runs[-1]))
-    result["settings"] = {f"{framework} {seqlen}": asdict(setting) | {"parameters": setting.parameters}}
-    if path and path.exists():
-        old = json.loads(path.read_text())
-        if old["environment"]["kernels_digest"] != result["environment"]["kernels_digest"]:
-            raise click.ClickException(f"{path} is of other kernels: runs of both cannot be in one record")
-        runs = merged(old["runs"], runs)
-        result["settings"] = old["settings"] | result["settings"]
-    result |= {"runs": runs, "agreements": agreements(runs)}
-    for one in result["agreements"]:
-        if one["framework"] == framework and one["seqlen"] == seqlen:
-            click.echo(
-                f"{one['backend']} and {one['reference']}: losses {one['mean_difference']:.4f} apart in the mean over "
-                f"{one['steps']} steps, two seeds {one['spread_of_seeds']:.4f}   {'ok' if one['ok'] else 'FURTHER'}"
-            )
+        run = train(framework, name, one, device_id)
+        click.echo(line_of(run))
+        runs = merged(runs, [run])
+        result |= {"runs": runs, "agreements": agreements(runs)}
+        if path:
+            record.write(path, result)
+    here = [one for one in result["agreements"] if (one["framework"], one["seqlen"]) == (framework, seqlen)]
+    for one in here:
+        click.echo(
+            f"{one['backend']} and {one['reference']}: losses {one['mean_difference']:.4f} apart in the mean over "
+            f"{one['steps']} steps, two seeds {one['spread_of_seeds']:.4f}   {'ok' if one['ok'] else 'FURTHER'}"
+        )
     if path:
-        record.write(path, result)
         click.echo(f"record: {path}")
-    raise SystemExit(0 if all(one["ok"] for one in result["agreements"]) and "losses" in runs[0] else 1)
+    raise SystemExit(0 if all(one["ok"] for one in here) and "losses" in run else 1)
 
 
 if __name__ == "__main__":
