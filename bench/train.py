@@ -219,7 +219,8 @@ def main(framework, backends, seqlen, steps, unfused_steps, layers, hidden, head
     setting = Setting(layers, hidden, heads, seqlen, tokens, steps)
     result = {"kind": "train", "environment": record.environment(device_id)}
     click.echo(record.headline(result["environment"]))
-    result["settings"] = {f"{framework} {seqlen}": asdict(setting) | {"parameters": setting.parameters}}
+    more = {"parameters": setting.parameters, "xla_flags": os.environ.get("XLA_FLAGS")}
+    result["settings"] = {f"{framework} {seqlen}": asdict(setting) | more}
     runs = []
     if path and path.exists():
         old = json.loads(path.read_text())
@@ -246,7 +247,8 @@ def main(framework, backends, seqlen, steps, unfused_steps, layers, hidden, head
         )
     if path:
         click.echo(f"record: {path}")
-    raise SystemExit(0 if all(one["ok"] for one in here) and "losses" in run else 1)
+    done = {run["backend"] for run in runs if "losses" in run}
+    raise SystemExit(0 if all(one["ok"] for one in here) and names[0] in done else 1)
 
 
 if __name__ == "__main__":

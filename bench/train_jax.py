@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -70,17 +71,27 @@ def step_of(setting: Setting, attend, dtype):
     return step
 
 
+@functools.cache
+def _compiled(backend: str, setting: Setting, dtype, device):
+    """The step for a setting without its seed."""
+    weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in initial_weights(setting).items()}
+    tokens = jax.ShapeDtypeStruct((setting.batch, setting.seqlen + 1), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    with jax.default_device(device):
+        step = jax.jit(step_of(setting, attention_of(backend), dtype), donate_argnums=(0, 1, 2))
+        return step.lower(weights, weights, weights, tokens, number, number).compile()
+
+
 def losses_of(backend: str, setting: Setting, device_id: int | None) -> tuple[list, list, int]:
     """(loss and seconds of each step, peak bytes by XLA's account of the compiled step)."""
     device = jax.devices("cpu" if device_id is None else "gpu")[device_id or 0]
     dtype = jnp.float32 if device_id is None else jnp.bfloat16
     data = batches(setting).astype(np.int32)
+    compiled = _compiled(backend, replace(setting, seed=0), dtype, device)
     with jax.default_device(device):
-        weights = jax.tree.map(jnp.asarray, initial_weights(setting))
+        weights = {name: jnp.asarray(x) for name, x in initial_weights(setting).items()}
         state = weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights)
         del weights
-        step = jax.jit(step_of(setting, attention_of(backend), dtype), donate_argnums=(0, 1, 2))
-        compiled = step.lower(*state, jnp.asarray(data[0]), jnp.float32(1), jnp.float32(0)).compile()
         losses, ticks = [], []
         for number, batch in enumerate(data):
             *state, loss = compiled(*state, jnp.asarray(batch), jnp.float32(number + 1), jnp.float32(setting.rate(number)))
