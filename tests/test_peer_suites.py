@@ -140,12 +140,51 @@ def test_a_record_of_a_suite(checkout, tmp_path):
     assert set(failed) == {"test_wrong[16]", "test_not_ours"} and "so it is" in failed["test_wrong[16]"]
 
 
+def test_workers_share_the_cases_and_one_that_dies_is_seen(checkout, tmp_path):
+    path = tmp_path / "record.json"
+    more = "import os\ndef test_dies():\n    os.kill(os.getpid(), 9)\ndef test_hangs():\n    import time\n    time.sleep(60)\n"
+    (checkout / "tests" / "test_flash_attn.py").write_text(SUITE + more)
+    done = invoke("--flash-attention", checkout, "--suite", "fa2", "--workers", 3, "--seconds", 2, "--json", path)
+    suite = json.loads(path.read_text())["suites"]["fa2"]
+    assert done.returncode == 1 and suite["passed"] == 5 and suite["run"] == 10
+    failed = {one["case"]: one["error"] for one in suite["failed"]}
+    assert set(failed) == {"test_wrong[16]", "test_not_ours", "test_dies", "test_hangs"}
+    assert failed["test_dies"] == "the process died" and "more than 2 s" in failed["test_hangs"]
+
+
+METHODS = """
+import unittest
+
+class TestAttentionCUDA(unittest.TestCase):
+    def test_flash_attention_vs_math_ref_grads_head_dim_8_dropout_p_0_0_float16_cuda(self):
+        assert torch.nn.attention.current_flash_attention_impl() == "cuflash"
+    def test_flash_attention_vs_math_ref_grads_head_dim_8_dropout_p_0_22_float16_cuda(self):
+        raise AssertionError
+    def test_flash_attention_vs_math_ref_grads_head_dim_8_dropout_p_0_0_bfloat16_cuda(self):
+        raise AssertionError
+    def test_other_cuda(self):
+        raise AssertionError
+"""
+
+
+def test_methods_with_cuflash_as_the_flash_backend(checkout, tmp_path):
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip("PyTorch is too old")
+    file, path = checkout / "test_transformers.py", tmp_path / "record.json"
+    file.write_text("import torch\n" + METHODS)
+    done = invoke("--torch", file, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    suite = json.loads(path.read_text())["suites"]["torch"]
+    assert (suite["cases"], suite["run"], suite["passed"]) == (3, 1, 1) and suite["left_out_by_name"] == {suites.NO_DROPOUT: 1}
+
+
 def test_wrong_use(checkout):
     assert "nothing to run" in invoke().stderr
     assert "--torch must be given" in invoke("--suite", "torch").stderr
     (checkout / "tests" / "test_flash_attn.py").write_text("import no_such_module\n")
     done = invoke("--flash-attention", checkout, "--suite", "fa2", "--workers", 1)
-    assert done.returncode == 1 and "no_such_module" in done.stdout
+    assert done.returncode == 1 and "no case was found" in done.stderr and "no_such_module" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------------

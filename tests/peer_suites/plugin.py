@@ -1,19 +1,23 @@
 """A pytest plugin: collects a sample of a peer's suite, runs it on cuflash and writes what came of it.
 
 What to do is in the environment variable CUFLASH_PEER_SUITE, as JSON: suite (its name), count (of cases), report (a
-path), seconds (what a case may take), cpu (whether "cuda" is taken for the CPU).
+folder), seconds (what a case may take), capability (of the GPU), workers, cpu (whether "cuda" is taken for the CPU).
+
+Collecting imports PyTorch, which takes longer than most cases: it is done once, and the processes that run the cases are forked
+from there. So nothing may touch the GPU until then.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
 import types
 from collections import Counter
@@ -29,6 +33,7 @@ from . import suites
 SETTINGS = json.loads(os.environ["CUFLASH_PEER_SUITE"])
 SUITE = suites.SUITES[SETTINGS["suite"]]
 _RESERVED = 6 * 2**30  # bytes that a worker may keep between cases: others need memory too
+FOLDER = Path(SETTINGS["report"])
 _OURS = str(Path(cuflash.__file__).parent)
 
 
@@ -43,8 +48,9 @@ class CpuMode(torch.overrides.TorchFunctionMode):
 
 
 def pytest_configure(config):
+    sys.path.append(str(Path(__file__).parent / "shims_if_missing"))
+    torch.cuda.get_device_capability = lambda *_: tuple(SETTINGS["capability"])
     if SETTINGS["cpu"]:
-        torch.cuda.get_device_capability = lambda *_: (9, 0)
         torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=2**37)
         CpuMode().__enter__()
     for name in SUITE.modules:
@@ -55,8 +61,8 @@ def pytest_configure(config):
         register_sdpa()
         torch.nn.attention.activate_flash_attention_impl("cuflash")
     config.cuflash_counts = Counter()
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Report(config), "cuflash-report")
+    config.cuflash_report = Report()
+    config.pluginmanager.register(config.cuflash_report)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,6 +137,54 @@ def pytest_collection_modifyitems(config, items):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Who runs them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if session.testsfailed or session.config.option.collectonly or not session.items:
+        return None
+    counts = dict(session.config.cuflash_counts)
+    (FOLDER / "counts.json").write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    following = multiprocessing.get_context("fork").Value("i", 0)
+    report = session.config.cuflash_report
+    if SETTINGS["workers"] == 1 or torch.cuda.is_initialized():  # no process may use a GPU that the one it came from has used
+        _run_cases(session.items, following, report, 0)
+        return True
+    workers = {}
+    for number in range(SETTINGS["workers"]):
+        if pid := os.fork():
+            workers[pid] = number
+            continue
+        code = 1
+        try:
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1), os.dup2(silent, 2)
+            _run_cases(session.items, following, report, number)
+            code = 0
+        finally:
+            os._exit(code)
+    for pid, number in workers.items():
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code:
+            # A hang or a crash of the driver: the process is gone, the case that it was at is not.
+            (FOLDER / f"died-{number}.json").write_text(json.dumps({"code": code}))
+    return True
+
+
+def _run_cases(items, following, report, number: int) -> None:
+    report.number = number
+    while True:
+        with following.get_lock():
+            place, following.value = following.value, following.value + 1
+        if place >= len(items):
+            break
+        report.begin(items[place])
+        items[place].config.hook.pytest_runtest_protocol(item=items[place], nextitem=None)
+    report.write()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # One case
 
 
@@ -176,67 +230,33 @@ def _is_ours(traceback) -> bool:
 # What came of it
 
 
-def pytest_sessionfinish(session):
-    with contextlib.suppress(AttributeError):  # no worker of pytest-xdist
-        session.config.workeroutput["cuflash_counts"] = dict(session.config.cuflash_counts)
-
-
 class Report:
-    def __init__(self, config):
-        self.config, self.started = config, time.time()
-        self.counts, self.outcomes, self.seconds = None, {}, {}
-        self.skipped, self.left_out, self.failed = Counter(), Counter(), []
-        self.first_case = self.written = None
+    """What came of the cases of one process, in a file of its own."""
 
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node):
-        self.counts = getattr(node, "workeroutput", {}).get("cuflash_counts", self.counts)
+    def __init__(self):
+        self.number, self.cases, self.case = None, {}, None
+
+    def begin(self, item) -> None:
+        self.case = item.nodeid.split("::", 1)[-1]
+        self.cases[self.case] = {"outcome": "unfinished", "seconds": 0.0, "began": time.time()}
+        self.write()  # the process may be ended from outside, or by what the case calls
 
     def pytest_runtest_logreport(self, report):
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0) + report.duration
-        if report.when != "call" and report.passed:
+        one = self.cases[self.case]
+        one["seconds"] += report.duration
+        if report.when != "call" and report.passed or one["outcome"] == "failed":
             return
-        self.first_case = self.first_case or time.time()
-        case = report.nodeid.split("::", 1)[-1]
-        self.outcomes[case] = report.outcome
+        one["outcome"] = report.outcome
         if report.skipped:
             properties = dict(report.user_properties)
-            reason = properties.get("left_out") or re.sub("^Skipped: ", "", report.longrepr[2]) or "the suite says no reason"
-            (self.left_out if "left_out" in properties else self.skipped)[reason] += 1
+            one["outcome"] = "left_out" if "left_out" in properties else "skipped"
+            one["why"] = properties.get("left_out") or re.sub("^Skipped(: )?", "", report.longrepr[2]) or "the suite does not say"
         elif report.failed:
-            self.failed.append({"case": case, "error": _last_lines(report.longreprtext)})
-        if self.written is None or time.time() > self.written + 2:
-            self.write(ended=False)
+            one["why"] = _last_lines(report.longreprtext)
 
-    def pytest_sessionfinish(self):
-        self.write(ended=True)
-
-    def write(self, ended: bool):
-        """Now and then too: a run may be ended from outside."""
-        self.written = time.time()
-        counts = Counter(self.counts or self.config.cuflash_counts)
-        outcomes = Counter(self.outcomes.values())
-        by_rule = {key.removeprefix("left out: "): number for key, number in counts.items() if key != "cases"}
-        slowest = sorted(self.seconds.items(), key=lambda one: -one[1])[:10]
-        path = Path(SETTINGS["report"])
-        path.with_suffix(".new").write_text(
-            json.dumps(
-                {
-                    "ended": ended,
-                    "cases": counts["cases"],
-                    "run": len(self.outcomes),
-                    "passed": outcomes["passed"],
-                    "failed": self.failed,
-                    "skipped": dict(self.skipped),
-                    "left_out": dict(self.left_out),
-                    "left_out_by_name": by_rule,
-                    "seconds": round(time.time() - self.started, 1),
-                    "seconds_to_first_case": round((self.first_case or time.time()) - self.started, 1),
-                    "seconds_of_cases": round(sum(self.seconds.values()), 1),
-                    "slowest": {case.split("::", 1)[-1]: round(seconds, 2) for case, seconds in slowest},
-                }
-            )
-        )
+    def write(self) -> None:
+        path = FOLDER / f"cases-{self.number}.json"
+        path.with_suffix(".new").write_text(json.dumps(self.cases))
         path.with_suffix(".new").replace(path)
 
 

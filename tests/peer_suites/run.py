@@ -5,8 +5,8 @@
     python -m tests.peer_suites.run --flash-attention flash-attention --torch pytorch \\
         --json bench/results/peer_suites_h200.json
 
-Names under which the suites import their own packages are those of the folder shims, which calls cuflash. Needs PyTorch, einops,
-pytest and pytest-xdist; GPU memory for the references too, about 5 GiB a worker.
+Names under which the suites import their own packages are those of the folder shims, which calls cuflash. Needs PyTorch, einops
+and pytest; GPU memory for the references too, about 5 GiB a worker.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -31,31 +33,66 @@ ROOT = Path(__file__).parents[2]
 SHIMS = Path(__file__).parent / "shims"
 
 
-def run_suite(suite, checkout: Path, count: int | None, workers: int, seconds: int, limit: int, cpu: bool) -> dict:
-    """What came of the cases of one suite."""
+def run_suite(suite, checkout: Path, count: int, workers: int, seconds: int, limit: int, capability: str | None) -> dict:
+    """What came of the cases of one suite. ``capability`` None: on the CPU."""
     with tempfile.TemporaryDirectory(prefix="cuflash-peers-") as folder:
-        report = Path(folder) / "report.json"
-        settings = {"suite": suite.name, "count": count, "report": str(report), "seconds": seconds, "cpu": cpu}
+        on_cpu = capability is None
+        settings = {"suite": suite.name, "count": count, "report": folder, "seconds": seconds, "workers": workers, "cpu": on_cpu}
+        settings["capability"] = [9, 0] if on_cpu else [int(part) for part in capability.split(".")]
         environment = os.environ | suite.environment
         environment |= {
             "CUFLASH_PEER_SUITE": json.dumps(settings),
             "CUFLASH_PEER_CHECKOUT": str(checkout.resolve()),
             "PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is found out without using it
+            "OMP_NUM_THREADS": "1",  # there is a process a core
         }
         command = [
             *(sys.executable, "-m", "pytest", "-p", "tests.peer_suites.plugin", "-c", os.devnull, "--noconftest"),
-            *("-p", "no:cacheprovider", "-q", "--tb=short", "--no-header", "--disable-warnings", "--show-capture=no"),
+            *("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:benchmark", "-p", "no:hypothesispytest"),
+            *("-q", "--tb=short", "--no-header", "--disable-warnings", "--capture=no"),
             *("--rootdir", str(suite.file(checkout).parent), str(suite.file(checkout))),
-            *(["-n", str(workers)] if workers > 1 else []),
         ]
+        started = time.time()
         printed, code = _run(command, environment, limit)
-        if not report.exists():
-            raise click.ClickException(f"{suite.name}: pytest ended with {code}:\n{printed[-6000:]}")
-        result = json.loads(report.read_text())
-        if not result["ended"] or code not in (0, 1):
-            result["failed"].append({"case": "all", "error": f"pytest ended with {code}: {printed[-2000:]}"})
-        return result
+        return summary(Path(folder), started, limit, f"pytest ended with {code}: {printed[-3000:]}")
+
+
+def summary(folder: Path, started: float, limit: int, ending: str) -> dict:
+    """What the processes of a run have left in their folder."""
+    if not (folder / "counts.json").exists():
+        raise click.ClickException(f"no case was found: {ending}")
+    counts = json.loads((folder / "counts.json").read_text())
+    total, chosen = counts.pop("cases", 0), counts.pop("chosen")
+    cases = {}
+    for path in folder.glob("cases-*.json"):
+        cases |= json.loads(path.read_text())
+    died = len(list(folder.glob("died-*.json")))
+    failed = [{"case": name, "error": one["why"]} for name, one in cases.items() if one["outcome"] == "failed"]
+    unfinished = [name for name, one in cases.items() if one["outcome"] == "unfinished"]
+    if unfinished and died:
+        failed += [{"case": name, "error": "the process died"} for name in unfinished]
+    elif len(cases) < chosen or unfinished:
+        rest = chosen - len(cases) + len(unfinished)
+        failed.append({"case": f"{rest} cases", "error": f"not run within {limit} s, or {ending}"})
+
+    def reasons(outcome):
+        return dict(Counter(one["why"] for one in cases.values() if one["outcome"] == outcome))
+
+    slowest = sorted(cases.items(), key=lambda case: -case[1]["seconds"])[:10]
+    return {
+        "cases": total,
+        "run": len(cases) - len(unfinished),
+        "passed": sum(one["outcome"] == "passed" for one in cases.values()),
+        "failed": failed,
+        "skipped": reasons("skipped"),
+        "left_out": reasons("left_out"),
+        "left_out_by_name": {key.removeprefix("left out: "): number for key, number in counts.items()},
+        "seconds": round(time.time() - started, 1),
+        "seconds_to_first_case": round(min((one["began"] for one in cases.values()), default=time.time()) - started, 1),
+        "seconds_of_cases": round(sum(one["seconds"] for one in cases.values()), 1),
+        "slowest": {name: round(one["seconds"], 2) for name, one in slowest},
+    }
 
 
 def _run(command: list[str], environment: dict, limit: int) -> tuple[str, int]:
@@ -94,7 +131,7 @@ def line_of(name: str, result: dict) -> str:
 @click.option("--torch", type=click.Path(exists=True, path_type=Path), help="A checkout of PyTorch, or its test_transformers.py.")
 @click.option("--suite", "names", type=click.Choice(list(SUITES)), multiple=True, help="Only this one. Repeat for several.")
 @click.option("--fraction", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Of each sample.")
-@click.option("--workers", type=click.IntRange(1), help="Processes of pytest-xdist; none is said: as suits the suite.")
+@click.option("--workers", type=click.IntRange(1), help="Processes a suite; none is said: as suits the suite.")
 @click.option("--seconds", type=click.IntRange(1), default=60, show_default=True, help="What a case may take.")
 @click.option("--limit", type=click.IntRange(1), default=1800, show_default=True, help="Seconds that a suite may take.")
 @click.option("--device", type=DeviceType(), default="0", show_default=True, help="0, or cpu for a rehearsal without a GPU.")
@@ -111,10 +148,12 @@ def main(flash_attention, torch, names, fraction, workers, seconds, limit, devic
     result = {"kind": "peer_suites", "environment": record.environment(device_id), "fraction": fraction, "suites": {}}
     click.echo(record.headline(result["environment"]))
 
+    capability = result["environment"].get("compute_capability")
+
     def outcome(suite):
         checkout = checkouts[suite.checkout]
         count = suite.count if fraction == 1 else max(1, round(suite.count * fraction))
-        one = run_suite(suite, checkout, count, workers or suite.workers, seconds, limit, device_id is None)
+        one = run_suite(suite, checkout, count, workers or suite.workers, seconds, limit, capability)
         return suite.name, {"of": suite.path, "commit": version_of(checkout)} | one
 
     # Beside one another: each spends seconds on imports, and there is a kernel to compile for every other case.
