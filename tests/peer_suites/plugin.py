@@ -145,10 +145,12 @@ def pytest_runtestloop(session):
     if session.testsfailed or session.config.option.collectonly or not session.items:
         return None
     counts = dict(session.config.cuflash_counts)
-    (FOLDER / "counts.json").write_text(json.dumps(counts | {"chosen": len(session.items)}))
     following = multiprocessing.get_context("fork").Value("i", 0)
     report = session.config.cuflash_report
-    if SETTINGS["workers"] == 1 or torch.cuda.is_initialized():  # no process may use a GPU that the one it came from has used
+    if SETTINGS["workers"] > 1 and not SETTINGS["cpu"]:
+        _check_that_forks_can_use_the_gpu()
+    (FOLDER / "counts.json").write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    if SETTINGS["workers"] == 1:
         _run_cases(session.items, following, report, 0)
         return True
     workers = {}
@@ -170,6 +172,20 @@ def pytest_runtestloop(session):
             # A hang or a crash of the driver: the process is gone, the case that it was at is not.
             (FOLDER / f"died-{number}.json").write_text(json.dumps({"code": code}))
     return True
+
+
+def _check_that_forks_can_use_the_gpu() -> None:
+    """One tries it: or all cases would fail for a reason that is not theirs."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            torch.zeros(1, device="cuda")
+            code = 0
+        finally:
+            os._exit(code)
+    if os.waitpid(pid, 0)[1]:
+        raise pytest.UsageError("the suite has used the GPU while it was collected, so forked processes cannot: --workers 1")
 
 
 def _run_cases(items, following, report, number: int) -> None:
