@@ -15,6 +15,8 @@ TITLES = {
     "sdpa_cudnn": "cuDNN (torch)",
     "sdpa_efficient": "efficient (torch)",
     "sdpa_math": "math (torch)",
+    "xla": "unfused (XLA)",
+    "cudnn": "cuDNN (JAX)",
     "fa3": "FA3",
     "fa4": "FA4",
     "flashinfer": "FlashInfer",
@@ -122,6 +124,41 @@ def memory_table(rows: list[dict], keep) -> list[str]:
     return _lines(heads, cells)
 
 
+def train_tables(record: dict) -> list[str]:
+    """Training of each framework and length: tokens a second, a step, peak memory, and the losses against the reference's."""
+    lines = []
+    agreements = {(one["framework"], one["seqlen"], one["backend"]): one for one in record["agreements"]}
+    for framework, seqlen in dict.fromkeys((run["framework"], run["seqlen"]) for run in record["runs"]):
+        here = [run for run in record["runs"] if (run["framework"], run["seqlen"]) == (framework, seqlen)]
+        seed = min(run["seed"] for run in here)
+        rows, reference = [], "the reference"
+        for run in here:
+            if run["seed"] != seed:
+                continue
+            name = TITLES.get(run["backend"], run["backend"])
+            if "failed" in run:
+                rows.append([name, run["failed"], "", "", ""])
+                continue
+            apart, one = "", agreements.get((framework, seqlen, run["backend"]))
+            if one:
+                reference = TITLES.get(one["reference"], one["reference"])
+                apart = f"{one['mean_difference']:.4f} of {one['spread_of_seeds']:.4f}, {one['steps']} steps"
+            step, memory = f"{run['median_step_s'] * 1e3:.1f}", f"{run['peak_bytes'] / 2**30:.1f}"
+            rows.append([name, f"{run['tokens_per_s'] / 1e3:.0f}k", step, memory, apart])
+        heads = [f"{framework}, seqlen {seqlen}", "tokens/s", "ms a step", "GiB", f"losses from those of {reference}"]
+        lines += ["", *_lines(heads, rows)] if lines else _lines(heads, rows)
+    return lines
+
+
+def suites_table(record: dict) -> list[str]:
+    """The peers' suites: what came of their cases."""
+    rows = []
+    for name, suite in record["suites"].items():
+        counts = [suite["passed"], len(suite["failed"]), *(sum(suite[key].values()) for key in ("skipped", "left_out"))]
+        rows.append([f"{name}: {suite['of']}", str(suite["run"]), *map(str, counts), str(suite["cases"])])
+    return _lines(["suite", "run", "passed", "failed", "skipped by itself", "left out by cuflash", "of"], rows)
+
+
 def markdown(record: dict, keep=lambda name: True) -> list[str]:
     """All tables of a record. Raises ValueError if it is of a kind that has none."""
     if record["kind"] == "bench":
@@ -132,6 +169,10 @@ def markdown(record: dict, keep=lambda name: True) -> list[str]:
         if "backward_table" in record:
             lines += ["", "Backward (memory of forward and backward):", "", *memory_table(record["backward_table"], keep)]
         return lines
+    if record["kind"] == "train":
+        return train_tables(record)
+    if record["kind"] == "peer_suites":
+        return suites_table(record)
     raise ValueError(f"a record of kind {record['kind']} has no table")
 
 

@@ -236,7 +236,7 @@ REFUSED = [
         (fa3.flash_attn_with_kvcache, "qkv", {name: SOME})
         for name in (
             *("qv", "rotary_cos", "rotary_sin", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new"),
-            *("rotary_seqlens", "q_descale", "k_descale", "v_descale", "scheduler_metadata"),
+            *("q_descale", "k_descale", "v_descale", "scheduler_metadata"),
         )
     ),
     (fa3.flash_attn_with_kvcache, "qkv", {"attention_chunk": 4}),
@@ -256,6 +256,9 @@ def test_refused_by_name(function, given, option):
 def test_neutral_values_are_not_refused():
     q, k, v = tensors()
     same([fa2.flash_attn_func(q, k, v, dropout_p=0, alibi_slopes=None)], plain(q, k, v)[:1])
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    options = {"cache_seqlens": lengths, "rotary_seqlens": lengths, "rotary_interleaved": False}
+    same([fa3.flash_attn_with_kvcache(q, k, v, **options)], [fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -282,7 +285,6 @@ def test_what_a_cache_is_called_with(monkeypatch):
         k,
         v,
         cache_seqlens=5,
-        cache_batch_idx=lengths,
         page_table=SOME,
         causal=True,
         window_size=(3, 0),
@@ -296,7 +298,7 @@ def test_what_a_cache_is_called_with(monkeypatch):
     expected = [
         {"k": k[:, :1], "v": v[:, :1], "cache_seqlens": lengths, "block_table": SOME, "num_splits": 2},
         {"return_lse": False},
-        {"cache_seqlens": 5, "cache_batch_idx": lengths, "block_table": SOME, "causal": True, "window": (3, 0)},
+        {"cache_seqlens": 5, "block_table": SOME, "causal": True, "window": (3, 0)},
     ]
     for (got_q, k_cache, v_cache, options, grad), changes in zip(called, expected, strict=True):
         assert got_q is q and k_cache is k and v_cache is v and not grad
@@ -307,6 +309,19 @@ def test_what_a_cache_is_called_with(monkeypatch):
                 assert torch.equal(options[name], value), name
             else:
                 assert options[name] == value, name
+
+
+def test_cache_batch_idx_says_which_row_of_a_page_table_is_meant():
+    """In FlashAttention 3; in FlashAttention 2 the two exclude each other."""
+    q, k, v = (x.detach() for x in tensors(seqlen_q=2, seqlen_k=12))
+    pages = [x.unflatten(1, (3, 4)).flatten(0, 1) for x in (k, v)]
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    options = {"cache_seqlens": torch.tensor([9, 11], dtype=torch.int32), "causal": True}
+    order = torch.tensor([1, 0], dtype=torch.int32)
+    got = fa3.flash_attn_with_kvcache(q, *pages, page_table=table, cache_batch_idx=order, **options)
+    same([got], [fa3.flash_attn_with_kvcache(q, k.flip(0), v.flip(0), **options)])
+    with pytest.raises(ValueError, match="cache_batch_idx is for a cache that is not paged"):
+        fa2.flash_attn_with_kvcache(q, *pages, block_table=table, cache_batch_idx=order, **options)
 
 
 def test_caches():

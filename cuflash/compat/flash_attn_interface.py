@@ -70,13 +70,15 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     """Attention to a cache, into which k and v are written first, at ``cache_seqlens``. The caller advances those itself.
 
     Returns out; with ``return_softmax_lse`` (out, lse). No gradients. ``max_seqlen_q`` says nothing without cu_seqlens_q, nor
-    ``rotary_interleaved`` without rotary_cos.
+    ``rotary_seqlens`` and ``rotary_interleaved`` without rotary_cos. With a page_table ``cache_batch_idx`` chooses its rows.
     """
     refuse("flash_attn_with_kvcache", qv=(qv, None), rotary_cos=(rotary_cos, None), rotary_sin=(rotary_sin, None),
            cache_leftpad=(cache_leftpad, None), cu_seqlens_q=(cu_seqlens_q, None), cu_seqlens_k_new=(cu_seqlens_k_new, None),
-           rotary_seqlens=(rotary_seqlens, None), q_descale=(q_descale, None), k_descale=(k_descale, None),
-           v_descale=(v_descale, None), attention_chunk=(attention_chunk, 0), scheduler_metadata=(scheduler_metadata, None))
+           q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None),
+           attention_chunk=(attention_chunk, 0), scheduler_metadata=(scheduler_metadata, None))
     options = _rules.options_of(softmax_scale, causal, window_size, softcap)
+    if page_table is not None and cache_batch_idx is not None:      # here it says which row of the table is a request's
+        page_table, cache_batch_idx = page_table.index_select(0, cache_batch_idx), None
     return _rules.with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, page_table, num_splits,
                                return_softmax_lse, options)
 

@@ -1,0 +1,1 @@
+from cuflash.compat.bert_padding import *  # noqa: F403
