@@ -95,8 +95,9 @@ def pulled(function, leaves, seed=0):
 def close(got, expected, **tolerance):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert x.shape == y.shape and x.dtype == y.dtype
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64),
-                                   **({"rtol": 1e-5, "atol": 1e-5} | tolerance))
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), np.asarray(y, np.float64), **({"rtol": 1e-5, "atol": 1e-5} | tolerance)
+        )
 
 
 def equal(got, expected):
@@ -122,8 +123,10 @@ def test_bits_are_those_of_the_plain_functions(dtype, options, x64):
     equal(flash.attention(*host, **options), expected[0])
     dout, dlse = (np.random.default_rng(3).standard_normal(x.shape).astype(x.dtype) for x in expected)
     _, pull = jax.vjp(lambda *x: flash.attention(*x, return_lse=True, deterministic=True, **options), *leaves)
-    equal(pull((jnp.asarray(dout), jnp.asarray(dlse))),
-          cuflash.attention_backward(dout, *host, *expected, dlse=dlse, deterministic=True, **options))
+    equal(
+        pull((jnp.asarray(dout), jnp.asarray(dlse))),
+        cuflash.attention_backward(dout, *host, *expected, dlse=dlse, deterministic=True, **options),
+    )
 
 
 @optioned
@@ -170,9 +173,15 @@ def test_packed():
     expected = cuflash.attention_varlen(*host, *map(np.asarray, ends), return_lse=True, **plain, **call)
     equal((out, lse), expected)
     equal(flash.attention_varlen(*leaves, *ends, **used, **call), expected[0])
-    got = jax.grad(lambda *x: (flash.attention_varlen(*x, *ends, deterministic=True, **used, **call) ** 2).sum(), (0, 1, 2))(*leaves)
-    equal(got, cuflash.attention_varlen_backward(2 * expected[0], *host, *expected, *map(np.asarray, ends), deterministic=True,
-                                                 **plain, **call))
+    got = jax.grad(lambda *x: (flash.attention_varlen(*x, *ends, deterministic=True, **used, **call) ** 2).sum(), (0, 1, 2))(
+        *leaves
+    )
+    equal(
+        got,
+        cuflash.attention_varlen_backward(
+            2 * expected[0], *host, *expected, *map(np.asarray, ends), deterministic=True, **plain, **call
+        ),
+    )
 
 
 CACHES = {
@@ -197,8 +206,8 @@ def test_cache(dtype, kind):
     expected = cuflash.attention_with_kvcache(call.q, k_cache, v_cache, return_lse=True, **call.named())
     equal(results[:2], expected)
     assert len(results) == (4 if "new" in kind else 2)
-    equal(results[2:], [k_cache, v_cache][:len(results) - 2])
-    equal(caches, (call.k_cache, call.v_cache))             # those given are as they were
+    equal(results[2:], [k_cache, v_cache][: len(results) - 2])
+    equal(caches, (call.k_cache, call.v_cache))  # those given are as they were
     short = flash.attention_with_kvcache(call.q, *caches, num_splits=1, **named)
     equal(short[0] if "new" in kind else short, expected[0])
 
@@ -226,6 +235,7 @@ def test_decoding_in_a_loop():
             one = [jax.lax.dynamic_slice_in_dim(x, at, 1, 1) for x in (q, k, v)]
             out, *caches = flash.attention_with_kvcache(one[0], *caches, k=one[1], v=one[2], cache_seqlens=at)
             return tuple(caches), out[:, 0]
+
         return jax.lax.scan(step, caches, jnp.arange(6))
 
     caches, out = decode(q, k, v, *room)
@@ -257,7 +267,7 @@ def test_calls_that_are_not_traced_are_compiled_once():
         flash.attention(*leaves)
     before = flash._run_attend._cache_size()
     flash.attention(*[x + 1 for x in leaves])
-    flash.attention(*leaves, causal=False, window=[None, -1], softmax_scale=6 ** -0.5, softcap=0)
+    flash.attention(*leaves, causal=False, window=[None, -1], softmax_scale=6**-0.5, softcap=0)
     assert flash._run_attend._cache_size() == before
 
 
@@ -299,10 +309,14 @@ def test_vmap(mapped, batched):
     given = [varied(x) if is_mapped else x for x, is_mapped in zip(leaves, mapped)]
     axes = [0 if is_mapped else None for is_mapped in mapped]
     got = jax.grad(lambda *x: (jax.vmap(call, axes)(*x)[0] ** 2).sum(), (0, 1, 2))(*given)
-    expected = [jax.grad(lambda *x: (call(*x)[0] ** 2).sum(), (0, 1, 2))(
-        *(x[i] if is_mapped else x for x, is_mapped in zip(given, mapped))) for i in range(3)]
+    expected = [
+        jax.grad(lambda *x: (call(*x)[0] ** 2).sum(), (0, 1, 2))(
+            *(x[i] if is_mapped else x for x, is_mapped in zip(given, mapped))
+        )
+        for i in range(3)
+    ]
     close(got, [jnp.stack(x) if is_mapped else sum(x) for x, is_mapped in zip(zip(*expected), mapped)], rtol=1e-4, atol=1e-4)
-    nested = jax.vmap(jax.vmap(call, axes), [None if axis is None else 1 for axis in axes])    # the new axis is the second
+    nested = jax.vmap(jax.vmap(call, axes), [None if axis is None else 1 for axis in axes])  # the new axis is the second
     got = nested(*(jnp.stack([x, x + 1], 1) if is_mapped else x for x, is_mapped in zip(given, mapped)))
     ones = [jax.vmap(call, axes)(*(x + i if is_mapped else x for x, is_mapped in zip(given, mapped))) for i in range(2)]
     equal(got, jax.tree.map(lambda *x: jnp.stack(x), *ones))
@@ -458,7 +472,7 @@ def test_sharded_caches(mesh, kind):
         new = {name: put(mesh, x, P(("x", "y"))) for name, x in named.items()}
         assert not collectives(function, sharded, new)
         equal(function(sharded, new), expected)
-    elif "new" not in kind:         # requests are split, on caches that all have
+    elif "new" not in kind:  # requests are split, on caches that all have
         sharded = [put(mesh, given[0], P("x")), *(put(mesh, x, P()) for x in given[1:])]
         new = {name: put(mesh, x, P("x")) for name, x in named.items()}
         assert not collectives(function, sharded, new)
@@ -470,8 +484,9 @@ def test_shard_map(mesh, check_vma):
     leaves = tensors(batch=4, heads_q=4, heads_k=2)
 
     def mapped(*specs):
-        return jax.jit(jax.shard_map(lambda *x: flash.attention(*x), mesh=mesh, in_specs=specs, out_specs=specs[0],
-                                     check_vma=check_vma))
+        return jax.jit(
+            jax.shard_map(lambda *x: flash.attention(*x), mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+        )
 
     function = mapped(*[P("x", None, "y")] * 3)
     assert not collectives(function, *(put(mesh, x, P("x", None, "y")) for x in leaves))
@@ -483,7 +498,7 @@ def test_shard_map_with_keys_that_all_have(mesh):
     leaves = tensors(batch=2, seqlen_q=6)
     function = jax.jit(jax.shard_map(flash.attention, mesh=mesh, in_specs=(P(None, "x"), P(), P()), out_specs=P(None, "x")))
     equal(function(*leaves), flash.attention(*leaves))
-    close(pulled(function, leaves), pulled(flash.attention, leaves))        # those of the keys are summed
+    close(pulled(function, leaves), pulled(flash.attention, leaves))  # those of the keys are summed
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -527,11 +542,16 @@ def test_dot_product_attention(options, seqlens, heads_k):
     expected, expected_residual = jax.nn.dot_product_attention(*leaves, return_residual=True, **options)
     weights = weights * sees[..., None]
     close(out, jnp.where(sees[..., None], expected, 0))
-    in_both = sees if "query_seq_lengths" not in options else sees & (
-        jnp.arange(seqlens[0]) < options["query_seq_lengths"][:, None])[..., None]
+    in_both = (
+        sees
+        if "query_seq_lengths" not in options
+        else sees & (jnp.arange(seqlens[0]) < options["query_seq_lengths"][:, None])[..., None]
+    )
     close(jnp.where(in_both, residual, 0), jnp.where(in_both, expected_residual, 0))
-    got, wanted = (jax.grad(lambda *x: (function(*x, **options) * weights).sum(), (0, 1, 2))(*leaves)
-                   for function in (flash.dot_product_attention, jax.nn.dot_product_attention))
+    got, wanted = (
+        jax.grad(lambda *x: (function(*x, **options) * weights).sum(), (0, 1, 2))(*leaves)
+        for function in (flash.dot_product_attention, jax.nn.dot_product_attention)
+    )
     close(got, wanted)
 
 
@@ -563,7 +583,9 @@ def test_what_dot_product_attention_refuses():
     for wrong in (-1, (1, -1), (1, 2, 3), True, 1.5):
         with pytest.raises(ValueError, match="local_window_size must be None, an integer of 0 or more, or a pair"):
             flash.dot_product_attention(*leaves, local_window_size=wrong)
-    with pytest.raises(ValueError, match=r"query_seq_lengths must be int32 of shape \(2,\), the batch; got int32 of shape \(3,\)"):
+    with pytest.raises(
+        ValueError, match=r"query_seq_lengths must be int32 of shape \(2,\), the batch; got int32 of shape \(3,\)"
+    ):
         flash.dot_product_attention(*leaves, query_seq_lengths=jnp.zeros(3, jnp.int32))
     with pytest.raises(TypeError, match="is_causal must be a bool; got 1"):
         flash.dot_product_attention(*leaves, is_causal=1)
@@ -634,7 +656,7 @@ def test_errors_when_a_call_runs():
     function = jax.jit(flash.attention_varlen)
     with pytest.raises(jax.errors.JaxRuntimeError, match="cuflash: ValueError: cu_seqlens_q must not decrease; got 4 and then 3"):
         jax.block_until_ready(function(*leaves, jnp.asarray([0, 4, 3], jnp.int32), ends_k))
-    jax.block_until_ready(function(*leaves, ends_q, ends_k))        # and the next call is as any other
+    jax.block_until_ready(function(*leaves, ends_q, ends_k))  # and the next call is as any other
 
 
 def test_symbolic_shapes_are_refused():
@@ -681,9 +703,10 @@ def test_lowered_for_cuda():
     assert dict(options) == {"causal": True, "window": [None, None], "softmax_scale": 0.125, "softcap": 0.0, "return_lse": False}
     assert given == [[name, "bfloat16", list(x.shape)] for name, x in zip("qkv", leaves)]
     assert results == [["out", "bfloat16", [2, 200, 4, 64]]]
-    assert scratch > 0 and f"tensor<{scratch}xui8>" in text     # the list of tiles of a mask on Hopper
-    known = jax_ffi._Known(jax_ffi.encode(jax_ffi.Call(operation, tuple(operands), tuple(options), tier), given, results,
-                                          scratch).encode())
+    assert scratch > 0 and f"tensor<{scratch}xui8>" in text  # the list of tiles of a mask on Hopper
+    known = jax_ffi._Known(
+        jax_ffi.encode(jax_ffi.Call(operation, tuple(operands), tuple(options), tier), given, results, scratch).encode()
+    )
     assert known.num_operands == 3 and known.num_results == 2 and known.memory == 4
     assert "backend_config" in text and "cuflash_attention" in text
 
@@ -695,8 +718,13 @@ def test_lowered_for_cuda_with_gradients_and_caches():
     assert [name for name, _, _ in backward[5]] == ["dq", "dk", "dv"]
     assert forward[6] == 0 and backward[6] >= 4 * 2 * 4 * 5 * 2
     call = decoding("float32", [5, 0], head_dim=8, new=1)
-    text = lowered(lambda q, k_cache, v_cache, named: flash.attention_with_kvcache(q, k_cache, v_cache, **named), call.q, call.k_cache,
-                   call.v_cache, call.named())
+    text = lowered(
+        lambda q, k_cache, v_cache, named: flash.attention_with_kvcache(q, k_cache, v_cache, **named),
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        call.named(),
+    )
     (call,) = texts(text)
     assert [name for name, _, _ in call[5]] == ["out", "k_cache", "v_cache"]
     assert "output_operand_alias<output_tuple_indices = [1], operand_index = 1" in text
@@ -705,8 +733,10 @@ def test_lowered_for_cuda_with_gradients_and_caches():
 
 def test_scratch_is_the_most_of_any_gpu_and_alignment():
     call = jax_ffi.Call("attention_with_kvcache", ("q", "k_cache", "v_cache"), (("causal", True), ("num_splits", 0)), None)
-    given = [jax_ffi.Array(name, "bfloat16", shape)
-             for name, shape in zip(call.operands, ((2, 1, 8, 64), (2, 500, 2, 64), (2, 500, 2, 64)))]
+    given = [
+        jax_ffi.Array(name, "bfloat16", shape)
+        for name, shape in zip(call.operands, ((2, 1, 8, 64), (2, 500, 2, 64), (2, 500, 2, 64)))
+    ]
     from cuflash import config, launch
 
     most = 0
@@ -745,12 +775,36 @@ class Xla:
 
         self.create = jax_ffi._Handler(create)
         sizes = {"frame": 168, "args": 40, "rets": 40, "attrs": 48, "api": 88, "major": 0} | sizes
-        self.api = self.words(11, sizes["api"], 0, 24, 0, sizes["major"] + (9 << 32), 0, ctypes.cast(self.create, ctypes.c_void_p).value)
+        self.api = self.words(
+            11, sizes["api"], 0, 24, 0, sizes["major"] + (9 << 32), 0, ctypes.cast(self.create, ctypes.c_void_p).value
+        )
         text = b"[]"
         span = self.words(2, ctypes.addressof(self.hold(ctypes.create_string_buffer(text))), len(text))
         attributes = self.words(1, span)
-        self.frame = self.words(22, sizes["frame"], extension, self.api, 0, 3, sizes["args"], 0, 0, 0, 0, sizes["rets"], 0, 0, 0, 0,
-                                sizes["attrs"], 0, 1, 0, 0, attributes)
+        self.frame = self.words(
+            22,
+            sizes["frame"],
+            extension,
+            self.api,
+            0,
+            3,
+            sizes["args"],
+            0,
+            0,
+            0,
+            0,
+            sizes["rets"],
+            0,
+            0,
+            0,
+            0,
+            sizes["attrs"],
+            0,
+            1,
+            0,
+            0,
+            attributes,
+        )
 
     def hold(self, x):
         self.keep.append(x)
@@ -760,12 +814,16 @@ class Xla:
         return ctypes.addressof(self.hold((ctypes.c_uint64 * count)(*values)))
 
 
-@pytest.mark.parametrize("what, name", [("frame", "CallFrame"), ("args", "Args"), ("rets", "Rets"), ("attrs", "Attrs"), ("api", "Api")])
+@pytest.mark.parametrize(
+    "what, name", [("frame", "CallFrame"), ("args", "Args"), ("rets", "Rets"), ("attrs", "Attrs"), ("api", "Api")]
+)
 def test_other_structures_are_refused(what, name):
     for handler in ("cpu", "gpu", "gpu instantiate"):
         xla = Xla(**{what: 32})
         assert jax_ffi.HANDLERS[handler](xla.frame) == 77
-        assert f"cuflash: RuntimeError: XLA's foreign function interface has changed: XLA_FFI_{name} has 32 bytes" in xla.messages[0]
+        assert (
+            f"cuflash: RuntimeError: XLA's foreign function interface has changed: XLA_FFI_{name} has 32 bytes" in xla.messages[0]
+        )
 
 
 @pytest.mark.parametrize("major", [0, 1])
@@ -778,16 +836,21 @@ def test_metadata(major):
     if major:
         assert result == 77 and "has version 1.9, cuflash knows 0: use a newer cuflash" in xla.messages[0]
     else:
-        assert result is None and list(metadata)[3:5] == [9 << 32, 1]       # version 0.9, command-buffer compatible
+        assert result is None and list(metadata)[3:5] == [9 << 32, 1]  # version 0.9, command-buffer compatible
 
 
 def test_buffers_that_are_not_those_of_the_text_are_refused():
     """As where something between tracing and running changed a shape."""
-    known = jax_ffi._Known(jax_ffi.encode(jax_ffi.Call("attention", ("q", "k", "v"), (), None),
-                                          [("q", "float32", (1, 2, 1, 4)), ("k", "float32", (1, 2, 1, 4)),
-                                           ("v", "float32", (1, 2, 1, 4))], [("out", "float32", (1, 2, 1, 4))], 0).encode())
+    known = jax_ffi._Known(
+        jax_ffi.encode(
+            jax_ffi.Call("attention", ("q", "k", "v"), (), None),
+            [("q", "float32", (1, 2, 1, 4)), ("k", "float32", (1, 2, 1, 4)), ("v", "float32", (1, 2, 1, 4))],
+            [("out", "float32", (1, 2, 1, 4))],
+            0,
+        ).encode()
+    )
     xla = Xla()
-    frame = jax_ffi._words[xla.frame >> 3:(xla.frame >> 3) + 21]
+    frame = jax_ffi._words[xla.frame >> 3 : (xla.frame >> 3) + 21]
     with pytest.raises(RuntimeError, match="XLA calls attention with 0 operands and 0 results; it was traced with 3 and 1"):
         known.check(frame)
 
@@ -797,16 +860,23 @@ def test_sizes_are_those_of_the_header():
     import jaxlib
 
     text = (Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h").read_text()
-    frame = text[text.index("struct XLA_FFI_CallFrame {"):].split("}")[0]
+    frame = text[text.index("struct XLA_FFI_CallFrame {") :].split("}")[0]
     order = [line.split(";")[0].split()[-1].lstrip("*") for line in frame.splitlines() if ";" in line]
     assert order == ["struct_size", "extension_start", "api", "ctx", "stage", "args", "rets", "attrs", "future"]
-    api = text[text.index("struct XLA_FFI_Api {"):].split("};")[0]
+    api = text[text.index("struct XLA_FFI_Api {") :].split("};")[0]
     functions = [line.split("(")[1].split(")")[0] for line in api.splitlines() if "STRUCT_FIELD(" in line]
-    assert functions[:5] == ["XLA_FFI_Error_Create", "XLA_FFI_Error_GetDetails", "XLA_FFI_Error_Destroy",
-                             "XLA_FFI_Handler_Register", "XLA_FFI_Stream_Get"]
+    assert functions[:5] == [
+        "XLA_FFI_Error_Create",
+        "XLA_FFI_Error_GetDetails",
+        "XLA_FFI_Error_Destroy",
+        "XLA_FFI_Handler_Register",
+        "XLA_FFI_Stream_Get",
+    ]
     assert "#define XLA_FFI_API_MAJOR 0" in text
     for name, code in jax_ffi._DTYPES.items():
-        short = {"int": "S", "uint": "U", "float": "F", "bfloat": "BF"}[name.rstrip("0123456789")] + name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        short = {"int": "S", "uint": "U", "float": "F", "bfloat": "BF"}[name.rstrip("0123456789")] + name.lstrip(
+            "abcdefghijklmnopqrstuvwxyz"
+        )
         assert f"XLA_FFI_DataType_{short} = {code}," in text
 
 
@@ -816,8 +886,13 @@ def test_sizes_are_those_of_the_header():
 
 def run(code, *, timeout=120, **environment):
     root = str(Path(cuflash.__file__).parents[1])
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=timeout,
-                          env=os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"} | environment)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"} | environment,
+    )
 
 
 @pytest.mark.parametrize("dropped", [True, False])
