@@ -1,8 +1,8 @@
 """attention, attention_varlen and attention_with_kvcache for JAX: under jit, grad, vmap, shard_map and sharded jit.
 
-A call is one XLA custom call (jax_ffi.py), forward or backward, with its scratch as one more result, so that XLA owns all memory
-and may record the call into a CUDA graph. Around it, from the inside out: a primitive that checks shapes when it is traced; a rule
-by which XLA's partitioner splits it over batch and heads; one by which vmap folds into the batch; and the gradients.
+A call is one XLA custom call (jax_ffi.py), forward or backward, with its scratch as one more result, so that XLA owns all
+memory and may record the call into a CUDA graph. Around it, from the inside out: a primitive that checks shapes when it is
+traced; a rule by which XLA's partitioner splits it over batch and heads; one by which vmap folds into the batch; the gradients.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import contextlib
 import functools
 import math
 import numbers
-from typing import NamedTuple
 
 try:
     import jax
 except ModuleNotFoundError as error:
     if error.name != "jax":
         raise
-    raise ImportError("cuflash.jax needs JAX, which is not installed: pip install jax[cuda13] (or jax[cuda12], or jax)") from error
+    raise ImportError("cuflash.jax needs JAX, which is not installed: pip install jax[cuda13] or jax[cuda12]") from error
 
 if jax.__version_info__ < (0, 11):
     raise ImportError(f"cuflash.jax needs JAX 0.11 or newer; got {jax.__version__}")
@@ -43,16 +42,17 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
     """`cuflash.attention` with gradients of q, k and v, those through lse included.
 
     Args:
-        q, k, v, causal, window, softmax_scale, softcap, return_lse: as in `cuflash.attention`, the first three JAX or NumPy arrays,
-            traced ones too; the options are Python values.
+        q, k, v, causal, window, softmax_scale, softcap, return_lse: as in `cuflash.attention`, the first three JAX or NumPy
+            arrays, traced ones too; the options are Python values.
         deterministic: sum dq in a fixed order, as in `cuflash.attention_backward`.
 
     Returns:
         out, with ``return_lse`` (out, lse), as `cuflash.attention`.
 
-    Works under jit, grad, vmap, checkpoint, scan and shard_map. Under jit with sharded arrays each device computes its own part of
-    batch and heads (of a key head and the query heads that read it); what is sharded along sequences or head_dim is gathered first.
-    There are no second derivatives and no forward-mode ones.
+    Works under jit, grad, vmap, checkpoint, scan and shard_map. Under jit with sharded arrays each device computes its own part
+    of batch and heads: key heads and the query heads that read them, or where key heads are fewer than devices some of these, the
+    gradients of a key head then being summed over devices. What is sharded along sequences or head_dim is gathered first. There
+    are no second derivatives and no forward-mode ones.
 
     Raises:
         TypeError, ValueError: an argument is wrong, when the call is traced; as `cuflash.attention`.
@@ -92,19 +92,19 @@ def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens
     """`cuflash.attention_with_kvcache`, which returns the caches where it appends to them.
 
     Args:
-        q, k_cache, v_cache, cache_batch_idx, block_table, causal, window, softmax_scale, softcap, num_splits, return_lse: as in
-            `cuflash.attention_with_kvcache`; arrays and options as in `attention`. JAX has no views: ``k_cache[..., :512]`` as
-            v_cache is an array of its own.
-        k, v: None, or keys and values that go into the caches first. JAX arrays do not change: the caches with them are returned.
-            They take the memory of those given where nothing else needs these: donated to jit (``donate_argnames``), or carried
-            through a loop; otherwise XLA copies them.
+        q, k_cache, v_cache, cache_batch_idx, block_table, causal, window, softmax_scale, softcap, num_splits, return_lse: as
+            in `cuflash.attention_with_kvcache`; arrays and options as in `attention`. JAX has no views: as v_cache
+            ``k_cache[..., :512]`` is an array of its own.
+        k, v: None, or keys and values that go into the caches first. JAX arrays do not change: the caches with them in are
+            returned. They take the memory of those given where nothing else needs these: donated to jit (``donate_argnames``),
+            or carried through a loop; otherwise XLA copies them.
         cache_seqlens: an integer, traced or not, or an array (batch,), or None.
 
     Returns:
         out; (out, lse) with ``return_lse``; with k and v (out, k_cache, v_cache) or (out, lse, k_cache, v_cache).
 
-    Transformations and errors: as `attention`, but not differentiable; over batch it is sharded where request b has row b of the
-    cache, or where nothing is appended. Lengths, indices and pages are checked on the CPU, when the call runs.
+    Transformations and errors: as `attention`, but not differentiable; over batch it is sharded where request b has row b of
+    the cache, or where nothing is appended. Lengths, indices and pages are checked on the CPU, when the call runs.
     """
     batch = getattr(q, "shape", (0,))[:1]
     if isinstance(cache_seqlens, numbers.Number):
@@ -118,8 +118,8 @@ def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": cache_seqlens,
               "cache_batch_idx": cache_batch_idx, "block_table": block_table}
     given = _arrays(arrays, optional=tuple(arrays)[3:])
-    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "num_splits": num_splits,
-               "return_lse": return_lse}
+    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap,
+               "num_splits": num_splits, "return_lse": return_lse}
     if number is not None:
         views = jax_ffi.views_of(_described(given))
         problem.check_attention_with_kvcache(**views, cache_seqlens=number, **options)
@@ -135,19 +135,20 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     """`jax.nn.dot_product_attention` by its signature and rules, where cuflash has them.
 
     Args:
-        query: (batch, T, N, H) or (T, N, H); key, value: (batch, S, K, H) or (S, K, H), N a multiple of K. Arrays as in `attention`.
+        query: (batch, T, N, H) or (T, N, H); key, value: (batch, S, K, H) or (S, K, H), N a multiple of K. As in `attention`.
         bias, mask: None.
         scale: ``H ** -0.5`` by default.
         is_causal: key j is visible to query i iff ``j <= i``: counted from the top left, unlike everywhere else in cuflash.
-        query_seq_lengths, key_value_seq_lengths: None or (batch,) int32: how many rows take part. Other rows of the result are 0.
-        local_window_size: None, an integer or (left, right): ``i - left <= j <= i + right``. With lengths only where the same array
-            is given for both, or query_seq_lengths alone.
+        query_seq_lengths, key_value_seq_lengths: None or (batch,) int32: how many rows take part. The others of out are 0.
+        local_window_size: None, an integer or (left, right): ``i - left <= j <= i + right``. With lengths only where one array
+            is given for both and T is S, or with is_causal, query_seq_lengths alone and T at most S.
         implementation: None.
-        return_residual: also return the natural logarithm of the sum of exponentials, (batch, T, N) in key's dtype, without gradient.
+        return_residual: also return the natural logarithm of the sum of exponentials, (batch, T, N) in key's dtype, without
+            gradient.
 
     Returns:
-        out, shaped as query, with ``return_residual`` (out, residual). A query that sees no key has 0 and -inf, where JAX has the
-        mean of value.
+        out, shaped as query, with ``return_residual`` (out, residual). A query that sees no key has 0 and -inf, where JAX has
+        the mean of value.
 
     Raises:
         NotImplementedError: bias, mask, an implementation of JAX's own, or a window with lengths that it does not go with.
@@ -155,8 +156,8 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     """
     for name, given in (("bias", bias), ("mask", mask)):
         if given is not None:
-            raise NotImplementedError(f"{name} is not supported by cuflash: use is_causal, local_window_size and the lengths where "
-                                      "they say the same, or jax.nn.dot_product_attention")
+            raise NotImplementedError(f"{name} is not supported by cuflash: use is_causal, local_window_size and the lengths "
+                                      "where they say the same, or jax.nn.dot_product_attention")
     if implementation is not None:
         raise NotImplementedError(f"implementation must be None, which is cuflash; got {implementation!r}: "
                                   "jax.nn.dot_product_attention has xla and cudnn")
@@ -176,8 +177,8 @@ def dot_product_attention(query, key, value, bias=None, mask=None, *, scale=None
     if is_causal:
         right = 0 if right is None else min(right, 0)
     if lengths:
-        out, lse = _with_lengths(q, k, v, lengths.get("query_seq_lengths"), lengths.get("key_value_seq_lengths"), same, left, right,
-                                 scale)
+        used = lengths.get("query_seq_lengths"), lengths.get("key_value_seq_lengths")
+        out, lse = _with_lengths(q, k, v, *used, same, left, right, scale)
     else:
         out, lse = _top_left(q, k, v, left, right, scale)
     out = out[0] if was_3d else out
@@ -201,8 +202,8 @@ def _local_window(size) -> tuple[int | None, int | None]:
 def _top_left(q, k, v, left, right, scale):
     """(out, lse) where key j is visible to query i iff ``i - left <= j <= i + right``."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    # The window of `attention` is counted from the bottom right, by seqlen_k - seqlen_q further, and no side of it is negative: keys
-    # that no query sees, and queries that see no key, are left out.
+    # The window of `attention` is counted from the bottom right, by seqlen_k - seqlen_q further, and no side of it is negative:
+    # keys that no query sees, and queries that see no key, are left out.
     keys = seqlen_k if right is None else min(seqlen_k, seqlen_q + right)
     queries = seqlen_q if left is None else min(seqlen_q, keys + left)
     shift = keys - queries
@@ -235,8 +236,8 @@ def _with_lengths(q, k, v, used_q, used_k, same: bool, left, right, scale):
         return attend(ends, [lengths[0]] * 2, window=(left, right))     # no query sees a key behind the last one
     if left is not None or right != 0:
         raise NotImplementedError(
-            "local_window_size is not supported with key_value_seq_lengths, unless the same array is given as query_seq_lengths: its "
-            "window would differ from row to row; use jax.nn.dot_product_attention")
+            "local_window_size is not supported with key_value_seq_lengths, unless the same array is given as "
+            "query_seq_lengths and there are as many keys as queries: use jax.nn.dot_product_attention")
     # Causal: rows before the last key are a square, those behind it see all keys.
     square = jnp.minimum(*lengths)
     first = attend(ends, [square] * 2, window=(None, 0))
@@ -260,28 +261,41 @@ def _arrays(given: dict, optional=()) -> dict:
         if x is None and name in optional:
             continue
         if not isinstance(x, (jax.Array, np.ndarray)):
-            raise TypeError(f"{name} must be a JAX or NumPy array; got {type(x).__name__}: cuflash.{{attention, ..}} take arrays of "
-                            "other frameworks")
+            raise TypeError(f"{name} must be a JAX or NumPy array; got {type(x).__name__}")
         found[name] = x if isinstance(x, jax.Array) else jnp.asarray(x)
     return found
 
 
 def _described(given: dict) -> list[Array]:
-    for name, x in given.items():
-        if not all(isinstance(size, int) for size in x.shape):
-            raise NotImplementedError(f"{name} has a symbolic shape, {x.shape}: cuflash chooses its kernels by shapes; export with "
-                                      "numbers")
     return [Array(name, x.dtype.name, x.shape) for name, x in given.items()]
 
 
 def _call(operation: str, given: dict, options: dict) -> Call:
     """The call, checked, its options in one form each."""
-    call = Call(operation, tuple(given), tuple(options.items()), None)
-    stated, _ = jax_ffi.state(call, _described(given))
-    plain = {name: type(stated.softcap)(0) if value is None else value for name, value in options.items()}
-    plain |= {"window": problem._window(options["window"]), "causal": bool(options["causal"]),
-              "softmax_scale": stated.softmax_scale, "softcap": stated.softcap}
-    return call._replace(options=tuple(plain.items()), tier=config.forced_tier())
+    kinds = tuple((name, x.dtype, x.shape) for name, x in given.items())
+    window = options["window"]
+    # With the types of options: 1 equals True and 1.0, and must still be refused where they are not meant.
+    types = (*map(type, options.values()), *(map(type, window) if type(window) is tuple else ()))
+    values = tuple(options.items())
+    try:
+        hash(values)
+    except TypeError:           # a list as window, or what is refused below
+        return _checked.__wrapped__(operation, kinds, values, types, config.forced_tier())
+    return _checked(operation, kinds, values, types, config.forced_tier())
+
+
+@functools.lru_cache(4096)
+def _checked(operation: str, kinds: tuple, options: tuple, types: tuple, tier: str | None) -> Call:
+    for name, _, shape in kinds:
+        if not all(isinstance(size, int) for size in shape):
+            raise NotImplementedError(f"{name} has a symbolic shape, {shape}: cuflash chooses its kernels by shapes; export with "
+                                      "numbers")
+    call = Call(operation, tuple(name for name, _, _ in kinds), options, tier)
+    stated, _ = jax_ffi.state(call, [Array(name, dtype.name, shape) for name, dtype, shape in kinds])
+    options = dict(options)
+    options |= {"window": problem._window(options["window"]), "causal": bool(options["causal"]),
+                "softmax_scale": stated.softmax_scale, "softcap": stated.softcap}
+    return call._replace(options=tuple(options.items()))
 
 
 def _with(call: Call, **options) -> Call:
@@ -315,7 +329,9 @@ def _attend_backward(call: Call, deterministic: bool, kept, cotangents):
         dout = jnp.zeros_like(out)
     if isinstance(dlse, _SymbolicZero):
         dlse = None
-    given = dict(zip(call.operands, tensors)) | {"out": out, "lse": lse, "dout": dout} | ({} if dlse is None else {"dlse": dlse})
+    given = dict(zip(call.operands, tensors)) | {"out": out, "lse": lse, "dout": dout}
+    if dlse is not None:
+        given["dlse"] = dlse
     operation = call.operation + "_backward"
     given = {name: given[name] for name in jax_ffi.OPERATIONS[operation].arrays if name in given}
     options = {name: value for name, value in call.options if name != "return_lse"} | {"deterministic": deterministic}
@@ -334,10 +350,10 @@ def _undifferentiable(call: Call, tensors: tuple) -> tuple:
 
 def _refuse_derivative(call: Call, tensors: tuple):
     if call.operation != "attention_with_kvcache":
-        raise NotImplementedError("cuflash.jax has no second derivatives: the gradients of attention and attention_varlen cannot be "
-                                  "differentiated again; use jax.nn.dot_product_attention where they are needed")
-    raise NotImplementedError(f"{call.operation} has no gradient: attention and attention_varlen have; use jax.lax.stop_gradient on "
-                              "its arrays where none is wanted")
+        raise NotImplementedError("cuflash.jax has no second derivatives: the gradients of attention and attention_varlen "
+                                  "cannot be differentiated again; use jax.nn.dot_product_attention where they are needed")
+    raise NotImplementedError(f"{call.operation} has no gradient: attention and attention_varlen have; use "
+                              "jax.lax.stop_gradient on its arrays where none is wanted")
 
 
 _undifferentiable.defvjp(_refuse_derivative, lambda *_: None)
@@ -397,7 +413,10 @@ def _result_names(call: Call) -> list[str]:
 
 
 def _fold(call: Call, size: int, mapped, tensors: tuple):
-    """(call, arrays, function of a result's name and a result) with the axis of vmap, first where there is one, in the batch."""
+    """(call, arrays, function of a result's name and a result) with the axis of vmap folded into the batch.
+
+    ``mapped`` says which arrays have that axis, as their first.
+    """
     given = dict(zip(call.operands, zip(tensors, mapped)))
     if call.operation == "attention_with_kvcache":
         given, unfold = _fold_cache(call, size, given)
@@ -440,7 +459,7 @@ def _fold_packed(size: int, given: dict) -> dict:
 
 
 def _fold_cache(call: Call, size: int, given: dict):
-    """Requests are folded into the batch, caches that differ into more rows or pages; of one cache for all the rows are named."""
+    """Into more requests, and caches that differ into more rows or pages; of one cache for all the rows are named."""
     caches_mapped = given["k_cache"][1] or given["v_cache"][1] or call.appends
     folded = {}
     for name, (x, is_mapped) in given.items():
@@ -465,8 +484,8 @@ def _fold_cache(call: Call, size: int, given: dict):
 # ----------------------------------------------------------------------------------------------------------------- sharding
 
 def _axes_of(call: Call) -> dict[str, str]:
-    """The axes of each array and result by letters. Work is split along b, the batch, g, the key heads, and r, the query heads of
-    each; "h" is both.
+    """The axes of each array and result by letters. Work is split along b, the batch, g, the key heads, and r, the query heads
+    of each; "h" is both. Nothing is split along the others.
     """
     lse, q, k, v, out = "bhs", "bshd", "btgd", "btge", "bshe"
     if "varlen" in call.operation:
@@ -501,8 +520,8 @@ def _partitioned_by(call: Call, heads_k: int, group: int):
     def partition(mesh, operand_shapes, result_shapes):
         split = _split(mesh, patterns, operand_shapes, heads_k, group)
         shardings = [NamedSharding(mesh, PartitionSpec(*(
-            split.get("g", ()) + split.get("r", ()) or None if letter == "h" else split.get(letter) or None for letter in pattern)))
-            for pattern in patterns]
+            split.get("g", ()) + split.get("r", ()) or None if letter == "h" else split.get(letter) or None
+            for letter in pattern))) for pattern in patterns]
 
         def local(*tensors):
             results = _primitive.bind(*tensors, call=call)

@@ -1,12 +1,12 @@
 """XLA's foreign function interface in ctypes: what XLA calls when a compiled program comes to an attention.
 
-XLA hands over a frame: buffers, attributes, the stream (xla/ffi/api/c_api.h, which ships in jaxlib/include). The one attribute is
-a text that says all of a call that is known when it is traced, so that programs out of a cache or of another process mean the same;
-what is made of it is kept by the text. Then only addresses are read: on a GPU they go into a prepared launch, on the CPU they
-become NumPy arrays.
+XLA hands over a frame: buffers, attributes, the stream (xla/ffi/api/c_api.h, which ships in jaxlib/include). The one attribute
+is a text that says all of a call that is known when it is traced, so that programs out of a cache or of another process mean the
+same; what is made of it is kept by the text. Then only addresses are read: on a GPU they go into a prepared launch, on the CPU
+they become NumPy arrays.
 
-XLA calls from threads of its own, for which Python makes a new state each time, so nothing is kept by thread: a prepared launch,
-which writes its pointers into its own record, is taken from a list and put back.
+XLA also calls from threads of its own, for which Python makes a new state each time, so nothing is kept by thread: a prepared
+launch, which writes its pointers into its own record, is taken from a list and put back.
 """
 
 from __future__ import annotations
@@ -96,17 +96,13 @@ def scratch_bytes(call: Call, operands) -> int:
                                            for place, operand in enumerate(operands, 1)])
         if stated.is_empty:
             continue
-        most = max([most, *(_scratch_of(stated, device, call.tier) for device in devices)])
+        for device in devices:
+            try:
+                most = max(most, launch.scratch_places(stated, config.choose(stated, device, call.tier))[1])
+            except NotImplementedError:     # a call there is refused, and takes nothing
+                if aligned and len(devices) == 1:
+                    raise
     return most
-
-
-def _scratch_of(stated: problem.Problem, device, tier) -> int:
-    try:
-        return launch.scratch_places(stated, config.choose(stated, device, tier))[1]
-    except NotImplementedError:
-        if len(_devices()) == 1:
-            raise
-        return 0                # the call is refused there, and not made
 
 
 @functools.cache
@@ -148,8 +144,8 @@ class _ErrorArgs(ctypes.Structure):     # XLA_FFI_Error_Create_Args
 
 
 class _DetailsArgs(ctypes.Structure):   # XLA_FFI_Error_GetDetails_Args
-    _fields_ = [("size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("error", ctypes.c_void_p), ("message", ctypes.c_char_p),
-                ("code", ctypes.c_int)]
+    _fields_ = [("size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("error", ctypes.c_void_p),
+                ("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
 class _DestroyArgs(ctypes.Structure):   # XLA_FFI_Error_Destroy_Args
@@ -168,8 +164,8 @@ def _function(api: int, word: int):
 
 def _expect(what: str, got: int, size: int, exact: bool = False) -> None:
     if got < size or exact and got != size:
-        raise RuntimeError(f"XLA's foreign function interface has changed: {what} has {got} bytes, {size} are known to cuflash; use "
-                           "a jax that this cuflash was made for, or a newer cuflash")
+        raise RuntimeError(f"XLA's foreign function interface has changed: {what} has {got} bytes, {size} are known to cuflash; "
+                           "use a jax that this cuflash was made for, or a newer cuflash")
 
 
 def _check_frame(frame: memoryview) -> None:
@@ -207,8 +203,8 @@ def _answer_metadata(frame: memoryview) -> None:
             _expect("XLA_FFI_Metadata", _words[metadata >> 3], _METADATA_BYTES)
             major, minor = _words[api + _VERSION] & _INT32, _words[api + _VERSION] >> 32
             if major:
-                raise RuntimeError(f"XLA's foreign function interface has version {major}.{minor}, cuflash knows 0: use a newer "
-                                   "cuflash")
+                raise RuntimeError(f"XLA's foreign function interface has version {major}.{minor}, cuflash knows 0: use a "
+                                   "newer cuflash")
             # size, version (size, extension, major and minor), traits. Sizes are checked, so any version of that major.
             (ctypes.c_int * 2).from_address(metadata + 24)[:] = 0, minor
             ctypes.c_uint32.from_address(metadata + 32).value = _COMMAND_BUFFER_COMPATIBLE
@@ -239,8 +235,8 @@ class _Door:
 class _Ready:
     """A prepared launch, used by one call at a time.
 
-    ``values`` of the addresses of all buffers are the arguments of the launch, after ``more`` are appended: the numbers in it, and
-    for an offset into the scratch its sum with the address of that.
+    ``values`` takes the arguments of the launch out of the addresses of all buffers with ``more`` appended: of its pairs the
+    number, or if it is an offset into the scratch, the address there.
     """
 
     def __init__(self, known: _Known, prepared: launch.Prepared):
@@ -309,15 +305,15 @@ class _Known:
         """Raise unless the buffers are those of which the text tells."""
         _check_frame(frame)
         if frame[_ARGS + 2] != self.num_operands or frame[_RETS + 2] != self.num_results:
-            raise RuntimeError(f"XLA calls {self.call.operation} with {frame[_ARGS + 2]} operands and {frame[_RETS + 2]} results; "
-                               f"it was traced with {self.num_operands} and {self.num_results}")
+            raise RuntimeError(f"XLA calls {self.call.operation} with {frame[_ARGS + 2]} operands and {frame[_RETS + 2]} "
+                               f"results; it was traced with {self.num_operands} and {self.num_results}")
         for array, buffer in zip(self.buffers, self._addresses(frame)):
             size, _, dtype, _, rank, dims = _words[buffer >> 3:(buffer >> 3) + 6]
             _expect("XLA_FFI_Buffer", size, _BUFFER_BYTES)
             shape, dtype = tuple(_words[dims >> 3:(dims >> 3) + rank]), dtype & _INT32
             if shape != array.shape or dtype != _DTYPES[array.dtype]:
-                raise RuntimeError(f"XLA calls {self.call.operation} with {array.name} of shape {shape} and type {dtype}; it was "
-                                   f"traced with {array.shape} and {array.dtype}")
+                raise RuntimeError(f"XLA calls {self.call.operation} with {array.name} of shape {shape} and type {dtype}; it "
+                                   f"was traced with {array.shape} and {array.dtype}")
         self.checked = True
 
     def _addresses(self, frame: memoryview) -> list[int]:
@@ -354,8 +350,8 @@ class _Known:
         stated, views = self.described(pointers, f"cuda:{device_id}")
         prepared = launch.Prepared(stated, views, self.operation.written, device_id, stream, self.call.tier)
         if prepared.scratch_bytes > self.scratch:
-            raise RuntimeError(f"{self.call.operation} needs {prepared.scratch_bytes} bytes of scratch on GPU {device_id}, and was "
-                               f"compiled by JAX with {self.scratch}: compile it in a process that has this GPU")
+            raise RuntimeError(f"{self.call.operation} needs {prepared.scratch_bytes} bytes of scratch on GPU {device_id}, and "
+                               f"was compiled by JAX with {self.scratch}: compile it in a process that has this GPU")
         return _Ready(self, prepared)
 
     def launch(self, frame: memoryview) -> None:
