@@ -50,9 +50,9 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         out, with ``return_lse`` (out, lse), as `cuflash.attention`.
 
     Works under jit, grad, vmap, checkpoint, scan and shard_map. Under jit with sharded arrays each device computes its own part
-    of batch and heads: key heads and the query heads that read them, or where key heads are fewer than devices some of these, the
-    gradients of a key head then being summed over devices. What is sharded along sequences or head_dim is gathered first. There
-    are no second derivatives and no forward-mode ones.
+    of batch and heads: key heads and the query heads that read them, or where key heads are fewer than devices some of these;
+    the gradients of a key head are then summed over devices (with explicit axes of a mesh: computed on each). What is sharded
+    along sequences or head_dim is gathered first. There are no second derivatives and no forward-mode ones.
 
     Raises:
         TypeError, ValueError: an argument is wrong, when the call is traced; as `cuflash.attention`.
@@ -313,7 +313,7 @@ def _differentiable(operation: str, given: dict, options: dict, return_lse, dete
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(call: Call, deterministic: bool, tensors: tuple) -> tuple:
-    return _batched(call)(*_alike(tensors))
+    return _batched(call)(*tensors)
 
 
 def _attend_forward(call: Call, deterministic: bool, tensors: tuple):
@@ -336,7 +336,8 @@ def _attend_backward(call: Call, deterministic: bool, kept, cotangents):
     given = {name: given[name] for name in jax_ffi.OPERATIONS[operation].arrays if name in given}
     options = {name: value for name, value in call.options if name != "return_lse"} | {"deterministic": deterministic}
     backward = Call(operation, tuple(given), tuple(options.items()), call.tier)
-    gradients = _undifferentiable(backward, tuple(given.values()))
+    gradients = [jax.sharding.reshard(x, jax.typeof(of).sharding) if jax.typeof(x).sharding != jax.typeof(of).sharding else x
+                 for x, of in zip(_undifferentiable(backward, tuple(given.values())), tensors)]
     return ((*gradients, *(None,) * (len(tensors) - 3)),)
 
 
@@ -345,7 +346,7 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _undifferentiable(call: Call, tensors: tuple) -> tuple:
-    return _batched(call)(*_alike(tensors))
+    return _batched(call)(*_alike(call, tensors))
 
 
 def _refuse_derivative(call: Call, tensors: tuple):
@@ -362,20 +363,32 @@ _undifferentiable.defvjp(_refuse_derivative, lambda *_: None)
 # What is called from Python. Compiled, so that a call that is not traced takes JAX's quick way.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_attend(call: Call, deterministic: bool, tensors: tuple) -> tuple:
-    return _attend(call, deterministic, _alike(tensors))
+    return _attend(call, deterministic, _alike(call, tensors))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_undifferentiable(call: Call, tensors: tuple) -> tuple:
-    return _undifferentiable(call, _alike(tensors))
+    return _undifferentiable(call, tensors)
 
 
-def _alike(tensors: tuple) -> tuple:
-    """The arrays, each varying over all axes of shard_map over which one of them does. Gradients are summed on the way back."""
-    kinds = [getattr(jax.typeof(x), "manual_axis_type", None) for x in tensors]
-    axes = frozenset().union(*(kind.varying for kind in kinds if kind is not None))
-    return tuple(x if kind is None or not axes - kind.varying else jax.lax.pcast(x, tuple(axes - kind.varying), to="varying")
-                 for x, kind in zip(tensors, kinds))
+def _alike(call: Call, tensors: tuple) -> tuple:
+    """The arrays, each varying over all axes of shard_map over which one of them does, and on a mesh with explicit axes sharded
+    as they are computed on. JAX takes gradients back through both.
+    """
+    kinds = [jax.typeof(x).manual_axis_type for x in tensors]
+    over = frozenset().union(*(kind.varying for kind in kinds))
+    tensors = tuple(jax.lax.pcast(x, tuple(over - kind.varying), to="varying") if over - kind.varying else x
+                    for x, kind in zip(tensors, kinds))
+    avals = [jax.typeof(x) for x in tensors]
+    if not any(entry is not None for aval in avals for entry in aval.sharding.spec):
+        return tensors
+    axes = _axes_of(call)
+    if len(avals[0].shape) < len(axes["q"]):    # a batch of one without its axis
+        axes = {name: pattern.removeprefix("b") for name, pattern in axes.items()}
+    split = _split(call, avals, axes)
+    wanted = [_spec(axes[name], split) for name in call.operands]
+    return tuple(x if aval.sharding.spec == spec else jax.sharding.reshard(x, NamedSharding(aval.sharding.mesh, spec))
+                 for x, aval, spec in zip(tensors, avals, wanted))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- vmap
@@ -501,70 +514,81 @@ def _axes_of(call: Call) -> dict[str, str]:
     return axes
 
 
+def _heads_of(call: Call, operands) -> tuple[int, int]:
+    """(key heads, query heads of each)."""
+    keys = call.operands.index("k_cache" if call.operation == "attention_with_kvcache" else "k")
+    heads_q, heads_k = operands[0].shape[-2], operands[keys].shape[-2]
+    return heads_k, heads_q // heads_k if heads_k else 1
+
+
+def _split(call: Call, operands, axes: dict[str, str]) -> dict[str, tuple]:
+    """The axes of the mesh along which b, g and r are split, where ``operands`` are sharded so and it comes out even.
+
+    ``axes``: those of _axes_of.
+    """
+    mesh, (heads_k, group) = operands[0].sharding.mesh, _heads_of(call, operands)
+
+    def given(name, letter):
+        spec, at = operands[call.operands.index(name)].sharding.spec, axes[name].index(letter)
+        entry = spec[at] if at < len(spec) else None
+        return tuple(entry) if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+    def parts(names):
+        return math.prod(mesh.shape[name] for name in names)
+
+    def evenly(names, size):
+        """The first of the axes that divide the size."""
+        count = next(count for count in range(len(names), -1, -1) if size % parts(names[:count]) == 0)
+        return names[:count]
+
+    split = {letter: evenly(given("q", letter), operands[0].shape[0]) for letter in axes["q"] if letter == "b"}
+    queries = given("q", "h")
+    split["g"] = evenly(given(next(name for name in call.operands if "g" in axes[name]), "g") or queries, heads_k)
+    rest = queries[len(split["g"]):]
+    if call.operation.endswith("_backward") and jax.sharding.AxisType.Explicit in mesh.axis_types:
+        rest = ()           # the sum over r needs JAX in the part of a device, which XLA refuses there
+    if parts(split["g"]) == heads_k and queries[:len(split["g"])] == split["g"]:
+        split["r"] = evenly(rest, group)
+    return split
+
+
+def _spec(pattern: str, split: dict[str, tuple]) -> PartitionSpec:
+    """How an array is sharded, by the letters of its axes."""
+    entries = (split.get("g", ()) + split.get("r", ()) if letter == "h" else split.get(letter, ()) for letter in pattern)
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))
+
+
 def _partitioned(call: Call, tensors: tuple):
     """The primitive, which XLA's partitioner splits along batch and heads."""
-    k = call.operands.index("k_cache" if call.operation == "attention_with_kvcache" else "k")
-    heads_q, heads_k = tensors[0].shape[-2], tensors[k].shape[-2]
-    return _partitioned_by(call, heads_k, heads_q // heads_k if heads_k else 1)
+    return _partitioned_by(call, _heads_of(call, tensors)[1])
 
 
 @functools.lru_cache(4096)
-def _partitioned_by(call: Call, heads_k: int, group: int):
-    axes, names = _axes_of(call), (*call.operands, *_result_names(call))
-    patterns = [axes[name] for name in names]
-    count = len(call.operands)
-
-    def rule(pattern):
-        return " ".join("(g r)" if letter == "h" and group > 1 else "g" if letter == "h" else letter for letter in pattern)
+def _partitioned_by(call: Call, group: int):
+    axes, results = _axes_of(call), _result_names(call)
 
     def partition(mesh, operand_shapes, result_shapes):
-        split = _split(mesh, patterns, operand_shapes, heads_k, group)
-        shardings = [NamedSharding(mesh, PartitionSpec(*(
-            split.get("g", ()) + split.get("r", ()) or None if letter == "h" else split.get(letter) or None
-            for letter in pattern))) for pattern in patterns]
+        split = _split(call, operand_shapes, axes)
+        shardings = [tuple(NamedSharding(mesh, _spec(axes[name], split)) for name in names) for names in (results, call.operands)]
 
         def local(*tensors):
-            results = _primitive.bind(*tensors, call=call)
-            if "r" not in split:
-                return tuple(results)
-            return tuple(jax.lax.psum(x, split["r"]) if name in ("dk", "dv") else x
-                         for name, x in zip(_result_names(call), results))
+            found = _primitive.bind(*tensors, call=call)
+            if not split.get("r"):
+                return tuple(found)
+            return tuple(jax.lax.psum(x, split["r"]) if name in ("dk", "dv") else x for name, x in zip(results, found))
 
-        return mesh, local, tuple(shardings[count:]), tuple(shardings[:count])
+        return mesh, local, *shardings
+
+    def rule(names):
+        letters = {"h": "(g r)" if group > 1 else "g"}
+        return ", ".join(" ".join(letters.get(letter, letter) for letter in axes[name]) for name in names)
 
     function = custom_partitioning(lambda *tensors: tuple(_primitive.bind(*tensors, call=call)))
-    replicated = tuple(letter for letter in dict.fromkeys("".join(patterns)) if letter not in "bgh")     # in that order
-    sizes = {"r": group} if group > 1 else {}
-    function.def_partition(
-        partition, sharding_rule=", ".join(map(rule, patterns[:count])) + " -> " + ", ".join(map(rule, patterns[count:])),
-        need_replication_factors=replicated, **sizes)
+    whole = [letter for letter in dict.fromkeys("".join(axes[name] for name in (*call.operands, *results)))   # in that order
+             if letter not in "bgh"]
+    function.def_partition(partition, sharding_rule=f"{rule(call.operands)} -> {rule(results)}",
+                           need_replication_factors=tuple(whole), **({"r": group} if group > 1 else {}))
     return function
-
-
-def _split(mesh, patterns, operands, heads_k: int, group: int) -> dict[str, tuple]:
-    """The axes of the mesh along which b, g and r are split, as far as they are split evenly."""
-    def given(place, letter):
-        spec = operands[place].sharding.spec
-        at = patterns[place].index(letter)
-        entry = spec[at] if at < len(spec) else None
-        return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-    def parts(axes):
-        return math.prod(mesh.shape[axis] for axis in axes)
-
-    split = {}
-    if "b" in patterns[0]:
-        batch = given(0, "b")
-        if operands[0].shape[0] % parts(batch) == 0:
-            split["b"] = batch
-    keys = next(place for place, pattern in enumerate(patterns) if "g" in pattern)
-    heads, queries = given(keys, "g"), given(0, "h")
-    if heads_k and heads_k % parts(heads) == 0:
-        split["g"] = heads
-        rest = queries[len(heads):]
-        if parts(heads) == heads_k and queries[:len(heads)] == heads and rest and group % parts(rest) == 0:
-            split["r"] = rest
-    return split
 
 
 # ---------------------------------------------------------------------------------------------------------------- primitive
@@ -577,9 +601,11 @@ _primitive.multiple_results = True
 def _abstract(*avals, call: Call):
     results = jax_ffi.results_of(call, [Array(name, x.dtype.name, x.shape) for name, x in zip(call.operands, avals)])
     like = dict(zip(call.operands, avals))
-    return [avals[0].update(shape=shape, dtype=np.dtype(jnp.dtype(dtype)), weak_type=False,
-                            sharding=avals[0].sharding.update(spec=PartitionSpec(*(None,) * len(shape)))) if name not in like
-            else like[name] for name, dtype, shape in results]
+    axes = _axes_of(call)
+    split = _split(call, avals, axes)           # of a mesh whose axes are explicit
+    return [like[name] if name in like else avals[0].update(
+        shape=shape, dtype=np.dtype(jnp.dtype(dtype)), weak_type=False,
+        sharding=avals[0].sharding.update(spec=_spec(axes[name], split))) for name, dtype, shape in results]
 
 
 def _lower(ctx, *operands, call: Call, on_gpu: bool):

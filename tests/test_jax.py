@@ -480,6 +480,60 @@ def test_sharded_caches(mesh, kind):
         equal(function(sharded, new), expected)
 
 
+EXPLICIT = {
+    "batch": (P(("x", "y")),) * 3,
+    "batch, heads": (P("x", None, "y"),) * 3,
+    "heads": (P(None, None, ("x", "y")),) * 3,
+    "queries of a key head": (P(None, None, ("x", "y")), P(None, None, "x"), P(None, None, "x")),
+    "queries": (P(None, "x"),) * 3,
+    "queries, not keys": (P(None, None, "y"), P(), P()),
+}
+
+
+@pytest.mark.parametrize("specs", EXPLICIT.values(), ids=EXPLICIT)
+def test_explicit_axes(mesh, specs):
+    """Of a mesh as jax.make_mesh makes it: shardings are part of the types."""
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    shared = specs[0] != specs[1]
+    leaves = tensors(batch=4, seqlen_q=6, seqlen_k=8, heads_q=8, heads_k=2 if shared else 4)
+    sharded = [put(mesh, x, spec) for x, spec in zip(leaves, specs)]
+    function = jax.jit(jax.value_and_grad(lambda *x: (flash.attention(*x, causal=True) ** 2).sum(), (0, 1, 2)))
+    forward = jax.jit(lambda *x: flash.attention(*x, causal=True, return_lse=True))
+    with jax.set_mesh(mesh):
+        out, lse = forward(*sharded)
+        value, gradients = function(*sharded)
+        if specs[0] != P(None, "x"):
+            assert not collectives(forward, *sharded)
+            assert jax.typeof(out).sharding.spec == P(*specs[0], *[None] * (4 - len(specs[0])))
+            # Of the sum; and of a key head that devices share.
+            assert collectives(function, *sharded) == {"all-reduce", *(["all-gather"] if shared else [])}
+        for x, y in zip(gradients, sharded):
+            assert jax.typeof(x) == jax.typeof(y)
+    equal((out, lse), forward(*leaves))
+    close((value, gradients), function(*leaves), rtol=1e-4, atol=1e-4)
+
+
+def test_explicit_axes_with_caches_and_three_axes(mesh):
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    call = decoding("float32", [5, 0, 9, 3], head_dim=8, new=1)
+    given = [jnp.asarray(x) for x in (call.q, call.k_cache, call.v_cache, call.k, call.v)]
+    lengths = jnp.asarray(call.cache_seqlens)
+
+    @jax.jit
+    def attend(q, k_cache, v_cache, k, v, n):
+        return flash.attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, cache_seqlens=n)
+
+    with jax.set_mesh(mesh):
+        got = attend(*(put(mesh, x, P("x", None, "y")) for x in given), put(mesh, lengths, P("x")))
+        assert all(jax.typeof(x).sharding.spec == P("x", None, "y", None) for x in got)
+    equal(got, attend(*given, lengths))
+    leaves = [x[0] for x in tensors(heads_q=4, heads_k=4)]
+    with jax.set_mesh(mesh):
+        out = flash.attention(*(put(mesh, x, P(None, "x")) for x in leaves))
+        assert jax.typeof(out).sharding.spec == P(None, "x", None)
+    equal(out, flash.attention(*leaves))
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(mesh, check_vma):
     leaves = tensors(batch=4, heads_q=4, heads_k=2)
