@@ -813,6 +813,16 @@ def test_forced_tiers_are_part_of_the_call():
     assert call[3] == "simt"
 
 
+def test_a_forced_tier_that_takes_the_arrays_only_if_aligned(monkeypatch):
+    from cuflash import config
+
+    monkeypatch.setattr(jax_ffi, "_devices", lambda: (config.DEVICES["sm_90"],))
+    with config.force_tier("sm90"):
+        assert texts(lowered(flash.attention, *tensors("bfloat16", head_dim=64, head_dim_v=64)))[0][3] == "sm90"
+        with pytest.raises(NotImplementedError, match="tier sm90"):
+            lowered(flash.attention, *tensors("float32", head_dim=64, head_dim_v=64))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The C interface
 
@@ -977,3 +987,13 @@ def test_without_jax_and_with_an_old_one():
     old = "type('jax', (), {'__version__': '0.10.2', '__version_info__': (0, 10, 2)})"
     result = run(f"import sys; sys.modules['jax'] = {old}; import cuflash.jax")
     assert "ImportError: cuflash.jax needs JAX 0.11 or newer; got 0.10.2" in result.stderr
+
+
+def test_what_the_benchmark_calls():
+    from bench import jax_overhead
+
+    q = jnp.ones(jax_overhead.TINY.shapes[0], jax_overhead.TINY.dtype)
+    found = jax_overhead.programs(jax)
+    assert {count for _, count in found} == set(jax_overhead.COUNTS)
+    out, three, gradients = (found[key](q, q, q) for key in (("cuflash", 1), ("cuflash", 4), ("cuflash, gradient", 1)))
+    assert out.shape == three.shape == q.shape and len(gradients) == 3
