@@ -823,6 +823,59 @@ def test_a_forced_tier_that_takes_the_arrays_only_if_aligned(monkeypatch):
             lowered(flash.attention, *tensors("float32", head_dim=64, head_dim_v=64))
 
 
+def test_addresses_reach_the_launch_in_their_places():
+    """What a prepared launch is called with, of every operation: as the functions that launch for CuPy would."""
+    import types
+
+    from cuflash import config, launch
+
+    leaves, ends, used = packed("bfloat16")
+    call = decoding("bfloat16", [5, 0], head_dim=8, new=1)
+    found = texts(lowered(jax.grad(lambda *x: flash.attention(*x, causal=True).sum()), *tensors("bfloat16")))
+    found += texts(lowered(jax.grad(lambda *x: flash.attention_varlen(*x, *ends, return_lse=True, **used)[0].sum()), *leaves))
+    found += texts(
+        lowered(
+            lambda x, named: flash.attention_with_kvcache(*x, return_lse=True, **named),
+            (call.q, call.k_cache, call.v_cache),
+            call.named(),
+        )
+    )
+    assert {text[0] for text in found} == set(jax_ffi.OPERATIONS)
+    for text in found:
+        known = jax_ffi._Known(json.dumps(text).encode())
+        stated, _ = known.described()
+        offsets, num_bytes = launch.scratch_places(stated, config.choose(stated, config.DEVICES["sm_90"]))
+        assert num_bytes <= known.scratch
+        passed = []
+        prepared = types.SimpleNamespace(
+            problem=stated,
+            scratch_bytes=num_bytes,
+            scratch_offsets=offsets,
+            device_id=0,
+            written_shapes=[()] * 3,
+            out_shape=(),
+            lse_shape=(),
+            launch=lambda *arguments, to=passed: to.append(arguments),
+        )
+        ready = jax_ffi._Ready(known, prepared)
+        pointers = [0x7F0000000000 + 4096 * place for place in range(len(known.buffers))] + [0]
+        by_name = dict(zip((x.name for x in reversed(known.buffers)), reversed(pointers[:-1])))
+        for _ in range(2):
+            ready(9, list(pointers))
+        assert passed[0] == passed[1] and passed[0][0] == 9
+        rest = list(passed[0][1:])
+        if known.call.operation == "attention_with_kvcache":
+            assert rest.pop(0) == 0  # the length is read from the array
+            names = ["q", "k_cache", "v_cache", "out", "lse", "k", "v", "cache_seqlens", "cache_batch_idx", "block_table"]
+            names += ["partial_out", "partial_lse"]
+        else:
+            names = [*launch._FORWARD_POINTERS, *launch._BACKWARD_POINTERS]
+        scratch = by_name.get("workspace", 0)
+        at = by_name | {name: scratch + offset for name, offset in offsets.items()}
+        assert rest == [at.get(name, 0) for name in names[: len(rest)]], known.call
+        assert len(rest) in (5, 10, len(names))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # The C interface
 
