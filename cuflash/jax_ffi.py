@@ -78,7 +78,7 @@ def state(call: Call, buffers, pointers=None, device: str = "jax") -> tuple[prob
 def results_of(call: Call, operands) -> list[Array]:
     """The results of a call, in their order."""
     stated, views = state(call, operands)
-    shapes, first = problem.result_shapes(vars(stated)), int(views["q"].was_3d)
+    shapes, first = stated.result_shapes, int(views["q"].was_3d)
     results = [Array(name, stated.dtype, shapes[name][first:]) for name in OPERATIONS[call.operation].written]
     if dict(call.options).get("return_lse"):
         results.append(Array("lse", stated.lse_dtype, shapes["lse"][first:]))
@@ -219,8 +219,8 @@ class _Door:
     def __init__(self, lse: int, memory: int):
         self._lse, self._memory = lse, memory
 
-    def empty(self, shape, dtype, like):
-        return self._lse
+    def maker(self, shape, dtype, like):
+        return lambda: self._lse        # the one result that is not given
 
     def ptr(self, x):
         return x
@@ -249,8 +249,9 @@ class _Ready:
         places = [(place + 1) * unit for place in range(count - 1)] + [0]
         arguments = []
         prepared.launch = lambda stream, *passed: arguments.extend(passed)
-        given = operator.itemgetter(*known.places)(places)
-        known.operation.run(_Door(places[known.lse], places[known.memory]), prepared, given, given, None)
+        door, given = _Door(places[known.lse], places[known.memory]), operator.itemgetter(*known.places)(places)
+        prepared.make_with(door, None)
+        known.operation.run(door, prepared, given, given, None)
         values = []
         for argument in arguments:
             place, rest = divmod(argument, unit)
@@ -348,7 +349,7 @@ class _Known:
 
     def prepare(self, device_id: int, stream: int, pointers) -> _Ready:
         stated, views = self.described(pointers, f"cuda:{device_id}")
-        prepared = launch.Prepared(stated, views, self.operation.written, device_id, stream, self.call.tier)
+        prepared = self.operation.prepared(stated, views, self.operation.written, device_id, stream, self.call.tier)
         if prepared.scratch_bytes > self.scratch:
             raise RuntimeError(f"{self.call.operation} needs {prepared.scratch_bytes} bytes of scratch on GPU {device_id}, and "
                                f"was compiled by JAX with {self.scratch}: compile it in a process that has this GPU")

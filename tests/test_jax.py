@@ -752,14 +752,15 @@ def texts(lowered_text):
 
 
 def test_lowered_for_cuda():
-    leaves = tensors("bfloat16", head_dim=64, head_dim_v=64, seqlen_q=200, seqlen_k=200)
+    shapes = (8, 4096, 16, 64), (8, 4096, 8, 64), (8, 4096, 8, 64)
+    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     text = lowered(lambda *x: flash.attention(*x, causal=True), *leaves)
     (call,) = texts(text)
     operation, operands, options, tier, given, results, scratch = call
     assert (operation, operands, tier) == ("attention", ["q", "k", "v"], None)
     assert dict(options) == {"causal": True, "window": [None, None], "softmax_scale": 0.125, "softcap": 0.0, "return_lse": False}
     assert given == [[name, "bfloat16", list(x.shape)] for name, x in zip("qkv", leaves)]
-    assert results == [["out", "bfloat16", [2, 200, 4, 64]]]
+    assert results == [["out", "bfloat16", list(shapes[0])]]
     assert scratch > 0 and f"tensor<{scratch}xui8>" in text  # the list of tiles of a mask on Hopper
     known = jax_ffi._Known(
         jax_ffi.encode(jax_ffi.Call(operation, tuple(operands), tuple(options), tier), given, results, scratch).encode()
@@ -825,8 +826,6 @@ def test_a_forced_tier_that_takes_the_arrays_only_if_aligned(monkeypatch):
 
 def test_addresses_reach_the_launch_in_their_places():
     """What a prepared launch is called with, of every operation: as the functions that launch for CuPy would."""
-    import types
-
     from cuflash import config, launch
 
     leaves, ends, used = packed("bfloat16")
@@ -847,14 +846,16 @@ def test_addresses_reach_the_launch_in_their_places():
         offsets, num_bytes = launch.scratch_places(stated, config.choose(stated, config.DEVICES["sm_90"]))
         assert num_bytes <= known.scratch
         passed = []
-        prepared = types.SimpleNamespace(
+        prepared = launch.Prepared.__new__(launch.Prepared)  # one that needs no GPU
+        vars(prepared).update(
             problem=stated,
             scratch_bytes=num_bytes,
             scratch_offsets=offsets,
             device_id=0,
-            written_shapes=[()] * 3,
-            out_shape=(),
+            written_shapes=[()] * len(known.operation.written),
             lse_shape=(),
+            makers=(),
+            make_lse=None,
             launch=lambda *arguments, to=passed: to.append(arguments),
         )
         ready = jax_ffi._Ready(known, prepared)
