@@ -384,7 +384,7 @@ def _find_door(x, name: str):
     if jax is not None and isinstance(x, jax.Array):
         if isinstance(x, jax.core.Tracer):
             raise NotImplementedError(
-                f"{name} is traced by JAX: cuflash takes concrete arrays, outside jit, grad and vmap")
+                f"{name} is traced by JAX: this function takes concrete arrays; cuflash.jax has those for jit, grad and vmap")
         return _shared(DlpackDoor, "jax")
     if hasattr(x, "__dlpack__"):
         return _shared(DlpackDoor, "dlpack")

@@ -1,0 +1,117 @@
+"""What a call of cuflash.jax costs on the host, beside jax.nn.dot_product_attention, as programs of one call and of several.
+
+    python -m bench.jax_overhead --json bench/results/jax_overhead_h200.json
+    python -m bench.jax_overhead --no-command-buffers
+
+On a tiny problem, so that the GPU is never behind. A program of 16 calls minus one of a call, a fifteenth of it, is what a
+call more costs. XLA records calls in a row into a CUDA graph and replays it while memory stays where it is: without that
+(``--no-command-buffers``) each is made by the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import click
+
+from . import record
+from .overhead import TINY, host_time
+
+TARGET_US = 15.0  # of a call more in a program
+COUNTS = 1, 4, 16
+
+
+def programs(jax) -> dict:
+    """(name, number of calls) -> (program, how it is called)."""
+    import cuflash.jax
+
+    attentions = {
+        "cuflash": cuflash.jax.attention,
+        "cuflash, causal": functools.partial(cuflash.jax.attention, causal=True),
+        "jax.nn, xla": jax.nn.dot_product_attention,
+        "jax.nn, cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
+    }
+
+    def chain(attention, count):
+        def run(q, k, v):
+            for _ in range(count):
+                q = attention(q, k, v)
+            return q
+
+        return jax.jit(run)
+
+    def gradient(attention):
+        return jax.jit(jax.grad(lambda *x: attention(*x).astype("float32").sum(), (0, 1, 2)))
+
+    found = {("q + k", 1): jax.jit(lambda q, k, v: q + k)}
+    for name, attention in attentions.items():
+        found |= {(name, count): chain(attention, count) for count in COUNTS}
+        found |= {(f"{name}, gradient", 1): gradient(attention)}
+    return found | {("cuflash, not compiled", 1): cuflash.jax.attention}
+
+
+def measure(calls: int, say) -> dict:
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    given = [jax.numpy.asarray(rng.standard_normal(shape), TINY.dtype) for shape in TINY.shapes]
+    results = {}
+    for (name, count), program in programs(jax).items():
+        last = []
+
+        def call(program=program, last=last):
+            last[:] = [program(*given)]
+
+        def wait(last=last):
+            jax.block_until_ready(last)
+
+        entry = f"{name}, {count} calls" if count > 1 else name
+        try:
+            results[entry] = host_time(call, calls, wait)
+        except Exception as error:
+            results[entry] = {"failed": " ".join(str(error).split())[:200]}
+            say(f"{entry:32} FAILED: {results[entry]['failed']}")
+            continue
+        say(f"{entry:32} {results[entry]['median_us']:8.2f} us")
+        if count == COUNTS[-1] and "median_us" in results.get(name, {}):
+            more = (results[entry]["median_us"] - results[name]["median_us"]) / (count - 1)
+            results[entry]["us_a_call_more"] = round(more, 2)
+            verdict = f"   {'ok' if more <= TARGET_US else 'OVER'}: at most {TARGET_US:.0f} asked" * name.startswith("cuflash")
+            say(f"{'':32} {more:8.2f} us a call more{verdict}")
+    return results
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--calls", type=click.IntRange(100), default=1000, show_default=True, help="Timed calls.")
+@click.option("--command-buffers/--no-command-buffers", default=True, help="Whether XLA records calls into graphs.")
+@click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
+def main(calls, command_buffers, path):
+    """Measure what a call costs in a program of JAX."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if not command_buffers:  # read when JAX makes its backend
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
+    try:
+        import jax
+
+        device = jax.devices("gpu")[0]
+    except (ImportError, RuntimeError) as error:
+        raise click.UsageError(f"JAX with a GPU is needed: {error}") from None
+    result = {
+        "kind": "jax_overhead",
+        "environment": record.environment(device.local_hardware_id) | {"jax": jax.__version__},
+        "problem": TINY.name,
+        "command_buffers": command_buffers,
+        "targets": {"call_more_us": TARGET_US},
+    }
+    click.echo(f"{record.headline(result['environment'])}; jax {jax.__version__}")
+    result["calls"] = measure(calls, click.echo)
+    if path:
+        record.write(path, result)
+        click.echo(f"record: {path}")
+
+
+if __name__ == "__main__":
+    main()
