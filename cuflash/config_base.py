@@ -50,7 +50,7 @@ class Kernel:
     @property
     def starts_early(self) -> bool:
         """Whether it waits by itself for the kernel before it and so may start while that one ends."""
-        return self.kernel == "decode_combine"
+        return self.kernel in ("decode_combine", "decode_combine_wide")
 
     @property
     def is_accelerated(self) -> bool:

@@ -28,7 +28,9 @@ def _shared_constants(problem: DecodeProblem, item_cost: int) -> dict[str, int]:
 
 
 def _max_blocks_reason(max_blocks: int, device: Device) -> str:
-    a_multiprocessor = max_blocks // device.num_sms
+    a_multiprocessor = -(-max_blocks // device.num_sms)
+    if max_blocks % device.num_sms:
+        return f"max_blocks = {max_blocks}  # of {device.num_sms} multiprocessors: requests of one length have whole shares"
     return (f"max_blocks = {max_blocks}  # {a_multiprocessor} a multiprocessor, which "
             + ("keep the cache on its way together" if a_multiprocessor > 1 else "keeps enough of the cache on its way"))
 
@@ -201,38 +203,60 @@ def _sm90_constants(problem: DecodeProblem, head_dim: int, head_dim_v: int, smem
     }
 
 
-def _sm90_config(kernel: str, constants: dict[str, int], device: Device, reasons, refused) -> Config:
+def _sm90_config(kernel: str, constants: dict[str, int], device: Device, max_blocks: int, reasons, refused) -> Config:
     smem = constants["SMEM_BYTES"]
     reasons = (
         *reasons,
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"out_vec_bytes = {constants['OUT_VEC_BYTES']}  # divides every address and every row of out",
-        _max_blocks_reason(device.num_sms, device),
+        _max_blocks_reason(max_blocks, device),
     )
     return Config(kernel, tuple(sorted(constants.items())), _SM90_THREADS, smem, "sm90", _SM90_BLOCK_M, _SM90_BLOCK_N, 1,
-                  reasons, refused, max_blocks=device.num_sms)
+                  reasons, refused, max_blocks=max_blocks)
 
 
 _LATENT_HEAD_DIM, _LATENT_HEAD_DIM_V = MAX_CACHE_HEAD_DIMS
-_LATENT_STAGES = 2                  # with Q and P they take all shared memory but 2 KiB
+_LATENT_STAGES = 2                  # with Q and P they take all shared memory but 3 KiB
+_LATENT_FACTS = 3072                # barriers and facts of rows, in whole alignments of the tiles
 
 
 def _latent_smem() -> int:
     """Bytes of SharedStorage of kernels/decode_sm90.cu: keys, which hold the values, Q, P, barriers and facts of rows."""
     keys = _LATENT_STAGES * _SM90_BLOCK_N * _LATENT_HEAD_DIM
-    return 2 * (keys + _SM90_BLOCK_M * _LATENT_HEAD_DIM + _SM90_BLOCK_M * _SM90_BLOCK_N) + _SM90_FACTS
+    return 2 * (keys + _SM90_BLOCK_M * _LATENT_HEAD_DIM + _SM90_BLOCK_M * _SM90_BLOCK_N) + _LATENT_FACTS
+
+
+def _latent_tma(problem: DecodeProblem) -> tuple[bool, str]:
+    """Whether whole key tiles come by TMA, and why."""
+    if not problem.tma:
+        return False, "strides of the cache are negative, or 1 TiB or more: keys are copied row by row"
+    if problem.page_size % _SM90_BLOCK_N:
+        return False, f"a page of {problem.page_size} keys does not hold whole tiles: keys are copied row by row"
+    return True, "key tiles lie in one piece"
+
+
+def _latent_blocks(problem: DecodeProblem, device: Device) -> int:
+    """As many blocks as there are multiprocessors, or up to 1/24 fewer if requests of one length then have whole shares: fewer
+    parts are to be written, and joined.
+    """
+    items = problem.batch * -(-problem.rows // _SM90_BLOCK_M) * problem.heads_k
+    fewest = device.num_sms - device.num_sms // 24
+    return next((blocks for blocks in range(device.num_sms, fewest - 1, -1)
+                 if items and (blocks % items == 0 or items % blocks == 0)), device.num_sms)
 
 
 def _latent_sm90(problem: DecodeProblem, device: Device, refused) -> Config:
+    by_tma, why = _latent_tma(problem)
     reasons = (
         f"block_m = {_SM90_BLOCK_M}  # rows of one wgmma; {problem.rows} query rows read a key head",
         f"block_n = {_SM90_BLOCK_N}  # keys, whose first columns are the values: {_LATENT_STAGES} stages, Q and P fill "
         "the memory",
         f"head_dim = {_LATENT_HEAD_DIM}, head_dim_v = {_LATENT_HEAD_DIM_V}  # {problem.head_dim} and {problem.head_dim_v}, "
         "padded; each of two warpgroups has half of the columns of O",
+        f"tma = {int(by_tma)}  # {why}",
     )
-    constants = _sm90_constants(problem, _LATENT_HEAD_DIM, _LATENT_HEAD_DIM_V, _latent_smem())
-    return _sm90_config("decode_sm90", constants, device, reasons, refused)
+    constants = _sm90_constants(problem, _LATENT_HEAD_DIM, _LATENT_HEAD_DIM_V, _latent_smem()) | {"TMA": int(by_tma)}
+    return _sm90_config("decode_sm90", constants, device, _latent_blocks(problem, device), reasons, refused)
 
 
 _ROWS_STAGES = (6, 4, 2)            # as many as fit; each warpgroup that computes has half of them
@@ -274,7 +298,7 @@ def _rows_sm90(problem: DecodeProblem, device: Device, refused) -> Config:
         f"head_dim = {tile.head_dim}, head_dim_v = {tile.head_dim_v}  # {problem.head_dim} and {problem.head_dim_v} in whole "
         "groups of 64",
     )
-    return _sm90_config("decode_rows_sm90", constants, device, reasons, refused)
+    return _sm90_config("decode_rows_sm90", constants, device, device.num_sms, reasons, refused)
 
 
 # --------------------------------------------------------------------------------------------------------------- simt
@@ -366,10 +390,13 @@ def _simt(problem: DecodeProblem, device: Device, refused) -> Config:
 # ------------------------------------------------------------------------------------------------------------------ behind
 
 _COMBINE_THREADS = 256
+_WIDE_COMBINE_BLOCKS = 2            # of each border between two shares: all of them are on the GPU at once
 
 
 def around(problem: DecodeProblem, config: Config) -> tuple[Kernel, ...]:
-    """The kernel of ``config`` and, unless every item is one part, decode_combine: the launches of a call, in their order."""
+    """The kernel of ``config`` and, unless every item is one part, the one that joins them: the launches of a call, in their
+    order.
+    """
     if problem.num_splits == 1:
         return (config,)
     names = ("DTYPE", "MASK_LEFT", "MASK_RIGHT", "VARLEN", "PAGED", "APPENDS", "FIXED_SPLITS", "V_IS_K", "BLOCK_M", "BLOCK_N",
@@ -377,7 +404,10 @@ def around(problem: DecodeProblem, config: Config) -> tuple[Kernel, ...]:
     constants = dict(config.constants)
     combine = {name: constants[name] for name in names}
     combine |= {"THREADS": _COMBINE_THREADS, "OUT_VEC_BYTES": vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v)}
-    return config, Kernel("decode_combine", tuple(sorted(combine.items())), _COMBINE_THREADS, 0)
+    kernel = "decode_combine"
+    if config.kernel == "decode_sm90":
+        kernel, combine["BLOCKS"] = "decode_combine_wide", _WIDE_COMBINE_BLOCKS
+    return config, Kernel(kernel, tuple(sorted(combine.items())), _COMBINE_THREADS, 0)
 
 
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}

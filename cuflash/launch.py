@@ -58,6 +58,7 @@ _FIXED_SEQLEN_OFFSET = DECODE_PARAMS.fields["fixed_seqlen"][1]
 _LOG2_E = 1.4426950408889634
 TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams of fwd_sm90
 BWD_TENSOR_MAPS_OFFSET = round_up(BWD_PARAMS.itemsize, 64)  # and BwdParams in that of bwd_sm90
+DECODE_TENSOR_MAPS_OFFSET = round_up(DECODE_PARAMS.itemsize, 64)        # and DecodeParams in TmaDecodeParams of decode_sm90
 MAX_GRID = 2**31 - 1
 MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
@@ -68,7 +69,7 @@ def params_constants() -> dict[str, int]:
                for name, (_, offset) in record.fields.items()}
     return {**offsets, "FWD_PARAMS_BYTES": FWD_PARAMS.itemsize, "BWD_PARAMS_BYTES": BWD_PARAMS.itemsize,
             "DECODE_PARAMS_BYTES": DECODE_PARAMS.itemsize, "TENSOR_MAPS_OFFSET": TENSOR_MAPS_OFFSET,
-            "BWD_TENSOR_MAPS_OFFSET": BWD_TENSOR_MAPS_OFFSET}
+            "BWD_TENSOR_MAPS_OFFSET": BWD_TENSOR_MAPS_OFFSET, "DECODE_TENSOR_MAPS_OFFSET": DECODE_TENSOR_MAPS_OFFSET}
 
 
 def kernel_constants(kernel: Kernel) -> dict[str, int]:
@@ -145,9 +146,10 @@ def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
         elif kernel.kernel == "bwd_cast":
             warps = problem.batch_axis * problem.heads_q * num_dq_groups(problem) * (dict(kernel.constants)["HEAD_DIM"] // 32)
             blocks = -(-warps * 32 // kernel.threads) * (problem.seqlen_q > 0)
-        elif kernel.kernel == "decode_combine":         # a block for each item, or for each border between two blocks
+        elif kernel.kernel in ("decode_combine", "decode_combine_wide"):        # for each item or border between two blocks
             items = num_items(problem, config)
             blocks = items if problem.num_splits else (grid - 1) * (items > 0)
+            blocks *= dict(kernel.constants).get("BLOCKS", 1)
         else:
             has_tiles = not is_backward or problem.seqlen_k * problem.heads_k > 0
             blocks = (1 if kernel.kernel == "varlen_tiles" else grid) * has_tiles
@@ -262,6 +264,8 @@ def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
         panel = panel_of(constants["HEAD_DIM"])
         return {"q": (panel, config.block_m), "k": (constants["K_PANEL"], config.block_n), "v": (panel, config.block_n),
                 "dout": (panel, config.block_m)}
+    if config.kernel == "decode_sm90":
+        return {"k": (panel_of(constants["HEAD_DIM"]), config.block_n)} if constants["TMA"] else {}
     panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
     return {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
 
@@ -373,15 +377,21 @@ class BackwardLaunch(Launch):
 
 
 class DecodeLaunch(Launch):
-    """As Launch; the pointers are the first five of a forward, k and v being the caches, and then a decoding's own."""
+    """As Launch; the pointers are the first five of a forward, k and v being the caches, and then a decoding's own. ``boxes``: of
+    the cache if it has a tensor map, behind the params.
+    """
 
-    def __init__(self, steps, loaded, params, early: bool):
+    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, int]], early: bool):
         super().__init__(steps, loaded, params, 5, early)
         self._write_own = self._writer(len(_DECODE_POINTERS), FWD_PARAMS.itemsize)
         self._write_length = functools.partial(struct.Struct("=i").pack_into, self._params, _FIXED_SEQLEN_OFFSET)
+        caches = {"k": views["k_cache"]}
+        self._maps = TensorMaps(ctypes.addressof(self._params) + DECODE_TENSOR_MAPS_OFFSET, caches, boxes) if boxes else None
 
     def __call__(self, stream: int, fixed_seqlen: int, q: int, k: int, v: int, out: int, lse: int, *own: int) -> None:
         """``fixed_seqlen``: read where there is no cache_seqlens; it may change from call to call."""
+        if self._maps:
+            self._maps.follow((q, k))
         self._write_length(fixed_seqlen)
         self._write_own(*own)
         self._write(q, k, v, out, lse)
@@ -429,7 +439,8 @@ class Prepared:
         if isinstance(problem, BackwardProblem):
             self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
         elif isinstance(problem, DecodeProblem):
-            self.launch = DecodeLaunch(steps, loaded, params, device.compute_capability >= (9, 0))
+            boxes = boxes_of(config) if config.kernel == "decode_sm90" else {}
+            self.launch = DecodeLaunch(steps, loaded, params, views, boxes, device.compute_capability >= (9, 0))
         elif config.tier == "sm90":
             self.launch = TmaLaunch(steps, loaded, params, num_pointers, views, boxes_of(config),
                                     config.counts_tiles and not problem.varlen)

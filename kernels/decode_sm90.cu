@@ -3,40 +3,59 @@
 //   q [batch, seqlen_q, heads_q, head_dim], keys [.., heads_k, head_dim] of a cache, contiguous or paged  ->  out, lse or parts
 //
 // A block takes items of attn/decode.cuh, 64 rows each, and goes over their key tiles, last first. A tile lies in shared memory
-// once: it is K of S = Q K^T and, its first kHeadDimV columns, V of O += P V. It comes and goes in two parts: the first half of
-// V with what lies past V, and the second half. Warpgroup 0 loads, by cp.async, as rows may lie anywhere; warpgroup 1, the
-// leader, computes S, P and the first half of O; warpgroup 2, the follower, the second half.
-//   ready[s][h]: loader -> leader, follower, part h of a tile has landed   free[s][h]: back, who multiplies by that half of V
-//   q_ready:     loader -> leader, Q of an item has landed                 q_free: back, the last S of the item is there
-//   p_ready:     leader -> follower, sP, alpha (and inverse) are there     free[s][1] frees them as well
-//   s_started:   leader -> follower, S of a tile has been started
-// The leader starts O of a tile at once, then S of the next. The follower lets that S go first if its keys are there: its own
-// product then runs beside the leader's softmax, else while the keys come. Nothing is in flight from one turn of a loop to the
-// next. The running max lags as in fwd_sm90. Not here: values apart from the keys, rows that are not aligned to 16 bytes
-// (decode_sm80). What a tile should cost: docs/decode_sm90.md.
+// once: it is K of S = Q K^T and, its first kHeadDimV columns, V of O += P V. Warpgroup 0 loads; 1 and 2, the consumers, have
+// half of the columns of O each, and compute S and P of every second tile of an item: its owner multiplies by P from
+// registers, the other by P from shared memory.
+//   ready[s][i]:   loader -> consumers, part i of a tile has landed: the halves of its owner's half of V, all the rest
+//   free[s][h]:    back, consumer h has multiplied by half h of V
+//   q_ready:       loader -> consumers, Q of an item has landed            q_free: back, the last S of the item is there
+//   p_ready[s][i]: owner -> the other, half i of the keys of P; with the first half the facts of rows. The owner of the next tile
+//                  has multiplied by this P before it writes its own
+// A consumer starts S of its tile on the half of V that is its own, then O of the tile before, of which it hands back its half,
+// then the rest of S: what its S then still waits for is loaded meanwhile, and the softmax of one consumer runs beside the
+// products of the other. Nothing is in flight from one turn of a loop to the next. The running max lags as in fwd_sm90.
+// Whole tiles come by TMA if they lie in one piece (kTma), the others by cp.async, row by row, with zeros behind the keys.
+// Not here: values apart from the keys, rows that are not aligned to 16 bytes (decode_sm80). What a tile costs, and why this
+// order: docs/decode_sm90.md.
 #include "attn/decode_wgmma.cuh"
+#include "ptx/count.cuh"
 
+constexpr bool kTma = TMA;                      // a tile of cached keys lies in one piece, and a tensor map tells where
 constexpr int kHalfV = kHeadDimV / 2;           // columns of O of a consumer
 constexpr int kStages = 2;
-constexpr int kLoaderRegisters = 88, kConsumerRegisters = 208;          // 504 by three: all that 168 a thread give a block
+constexpr int kLoaderRegisters = 72, kConsumerRegisters = 216;          // 504 by three: all that 168 a thread give a block
+constexpr int kLoaders = 128, kConsumers = 256;                         // threads
 static_assert(kHeadDim == 576 && kHeadDimV == 512, "two halves of V of 256 columns, 64 columns past it");
 static_assert(V_IS_K, "values are the first columns of keys");
 
 using PLayout = PanelLayout<kBlockM, kBlockN>;  // VLayout: the first panels of KLayout
+constexpr int kHalfPanels = VLayout::kPanels / 2, kPastV = VLayout::kPanels;    // panels of half of V; the panel behind V
+static_assert(KLayout::kPanels == kPastV + 1, "one panel past V");
 
-// Parts of a tile and their panels, in the order in which S takes them.
-constexpr int kPartPanels[2] = {5, 4};
-DEV constexpr int part_panel(int part, int i) { return part == 1 ? 4 + i : i < 4 ? i : 8; }
+// Parts of a tile, in the order in which S of its owner takes them, and how many panels they are.
+constexpr int kParts = 3;
+DEV constexpr int panels_of(int part) { return part < 2 ? kHalfPanels / 2 : kHalfPanels + 1; }
+DEV int panel_of(int part, int i, int owner) {
+  if (part < 2) return owner * kHalfPanels + part * (kHalfPanels / 2) + i;
+  return i < kHalfPanels ? (owner ^ 1) * kHalfPanels + i : kPastV;
+}
 
 struct alignas(1024) SharedStorage {
   u8 sK[kStages][KLayout::kBytes];
   u8 sQ[QLayout::kBytes];
   u8 sP[PLayout::kBytes];
-  u64 ready[kStages][2], free[kStages][2], q_ready, q_free, p_ready, s_started;
-  float alpha[kBlockM];                         // by which O is to be multiplied before this tile is added
-  float inverse[kBlockM];                       // with the last tile of an item: one over the sum of P
+  u64 ready[kStages][kParts], free[kStages][2], p_ready[kStages][2], q_ready, q_free;
+  float alpha[kStages][kBlockM];                // by which O is to be multiplied before this tile is added
+  float max[kStages][kBlockM];                  // Rows::max with this tile
+  float sum[2][2][kBlockM];                     // of an item, in turns: each consumer's Rows::sum
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
+
+struct TmaDecodeParams : DecodeParams { TensorMap k_map; };     // k_map: only with kTma
+static_assert(__INTADDR__(&((TmaDecodeParams*)0)->k_map) == DECODE_TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaDecodeParams");
+
+// The consumer that computes S and P of a tile.
+DEV int owner_of(const DecodeItem& item, int tile) { return (item.end - 1 - tile) & 1; }
 
 // ------------------------------------------------------------------------------------------------------------------- loading
 
@@ -63,7 +82,9 @@ struct RowsOfThread {
   }
 };
 
-DEV void load_tiles(SharedStorage& s, const DecodeParams& p) {
+DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
+  const bool acts = threadIdx.x == 0;           // by TMA
+  if (kTma && acts) tma_prefetch_map(&p.k_map);
   Ring<kStages> kv;
   u32 q_phase = 0;
   RowsOfThread rows;
@@ -71,25 +92,47 @@ DEV void load_tiles(SharedStorage& s, const DecodeParams& p) {
     const DecodeItem& item = items.item;
     const Cache cache(p, item.batch, item.cached);
     const int slot = kPaged ? 0 : cache.slot(0);
+    const auto is_whole = [&](int tile) { return kTma && tile >= item.begin && (tile + 1) * kBlockN <= item.cached; };
+    const auto slot_of_tile = [&](int tile) { return kPaged && is_whole(tile) ? cache.slot(tile * kBlockN) : slot; };
+    int next_slot = slot_of_tile(item.end - 1);
     #pragma unroll 1
     for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next()) {
-      #pragma unroll
-      for (int i = 0; i < kRowsAThread; i++) {
-        const int key = tile * kBlockN + i * kRowStep + (int)rows.first_row;
-        const Element* row = (const Element*)p.k;
-        if (key < item.seqlen_k) {
-          if (cache.is_new(key)) row = cache.new_row((const Element*)p.k_new, p.k_new_strides, item.head_k, key);
-          else row = cache.row(row, p.k_strides, item.head_k, key, kPaged ? cache.slot(key) : slot);
+      const bool whole = is_whole(tile);
+      const int tile_slot = next_slot, first_row = kPaged ? (u32)(tile * kBlockN) % (u32)p.page_size : tile * kBlockN;
+      next_slot = slot_of_tile(tile - 1);       // what a table says is there when it is needed
+      if (!whole) {
+        #pragma unroll
+        for (int i = 0; i < kRowsAThread; i++) {
+          const int key = tile * kBlockN + i * kRowStep + (int)rows.first_row;
+          const Element* row = (const Element*)p.k;
+          if (key < item.seqlen_k) {
+            if (cache.is_new(key)) row = cache.new_row((const Element*)p.k_new, p.k_new_strides, item.head_k, key);
+            else row = cache.row(row, p.k_strides, item.head_k, key, kPaged ? cache.slot(key) : slot);
+          }
+          rows.set(i, row, key < item.seqlen_k ? p.head_dim : 0);
         }
-        rows.set(i, row, key < item.seqlen_k ? p.head_dim : 0);
       }
       const u32 sK = shared_address(s.sK[kv.stage]);
-      #pragma unroll
-      for (int part = 0; part < 2; part++) {
-        mbarrier_wait(shared_address(&s.free[kv.stage][part]), kv.phase ^ 1);
-        #pragma unroll
-        for (int i = 0; i < kPartPanels[part]; i++) rows.copy_panel<KLayout>(sK, part_panel(part, i));
-        cp_async_arrive(shared_address(&s.ready[kv.stage][part]));
+      const int owner = owner_of(item, tile);
+      #pragma unroll 1
+      for (int part = 0; part < kParts; part++) {
+        const u32 ready = shared_address(&s.ready[kv.stage][part]);
+        if (part != 1) mbarrier_wait(shared_address(&s.free[kv.stage][part ? owner ^ 1 : owner]), kv.phase ^ 1);
+        if (!whole) {
+          #pragma unroll 1
+          for (int i = 0; i < panels_of(part); i++) rows.copy_panel<KLayout>(sK, panel_of(part, i, owner));
+          cp_async_arrive(ready);
+        } else if (acts) {
+          mbarrier_expect_more(ready, panels_of(part) * KLayout::kPanelBytes);
+          #pragma unroll 1
+          for (int i = 0; i < panels_of(part); i++) {
+            const int panel = panel_of(part, i, owner);
+            tma_load(sK + panel * KLayout::kPanelBytes, &p.k_map, ready, panel * KLayout::kPanel, first_row, item.head_k,
+                     tile_slot);
+          }
+          mbarrier_arrive_for(ready, kLoaders);
+        }
+        __syncwarp();
       }
       if (tile + 1 == item.end) {
         #pragma unroll
@@ -114,25 +157,55 @@ DEV void load_tiles(SharedStorage& s, const DecodeParams& p) {
 
 using Output = float[kHalfV / 2];
 
-// Starts S = Q K^T over a part of the columns.
-template <int kPart> DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
+// Starts S = Q K^T, or S += Q K^T, over kPanels panels from `q` and `k` on, and over those at `q_past` and `k_past`.
+template <int kPanels> DEV void multiply_qk(Scores& rS, u64 q, u64 k, bool add) {
   wgmma_fence();
   #pragma unroll
-  for (int d = 0; d < kPartPanels[kPart] * 4; d++) {
-    const int panel = part_panel(kPart, d / 4), step = d % 4 * 32;
-    wgmma_ss<Element>(rS, descriptor_step(q, panel * QLayout::kPanelBytes + step),
-                      descriptor_step(k, panel * KLayout::kPanelBytes + step), kPart > 0 || d > 0);
+  for (int d = 0; d < kPanels * 4; d++) {
+    const int at = d / 4 * KLayout::kPanelBytes + d % 4 * 32;
+    wgmma_ss<Element>(rS, descriptor_step(q, at), descriptor_step(k, at), add || d > 0);
   }
 }
-// Starts O += P V, or O = P V, with P in shared memory.
-DEV void multiply_pv(Output& rO, u64 sP, u64 v, bool add) {
-  wgmma_fence();
+DEV void multiply_qk_rest(Scores& rS, u64 q, u64 k, u64 q_past, u64 k_past) {
+  multiply_qk<kHalfPanels>(rS, q, k, true);
   #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_ss_trans<Element>(rO, descriptor_step(sP, key * 32), descriptor_step(v, key * 16 * VLayout::kSwizzleBytes),
-                            key > 0 || add);
+  for (int d = 0; d < 4; d++) wgmma_ss<Element>(rS, descriptor_step(q_past, d * 32), descriptor_step(k_past, d * 32), true);
   wgmma_commit();
 }
+static_assert(QLayout::kPanelBytes == KLayout::kPanelBytes, "Q and K are stepped alike");
+// Starts O += P V, or O = P V, over half `part` of the keys, with P in shared memory.
+DEV void multiply_pv(Output& rO, u64 sP, u64 v, int part, bool add) {
+  wgmma_fence();
+  #pragma unroll
+  for (int i = 0; i < kBlockN / 32; i++) {
+    const int key = part * (kBlockN / 32) + i;
+    wgmma_ss_trans<Element>(rO, descriptor_step(sP, key * 32), descriptor_step(v, key * 16 * VLayout::kSwizzleBytes),
+                            add || i > 0);
+  }
+  wgmma_commit();
+}
+
+// P = exp2(logits - max) of half `part` of the keys, to registers and to rows of shared memory that are the warp's own.
+DEV void make_weights(Weights& rP, Rows& rows, Scores& rS, float exponent_scale, u32 sP, int part) {
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
+    #pragma unroll
+    for (int i = part * (kBlockN / 8); i < (part + 1) * (kBlockN / 8); i++) {
+      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
+      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
+      rows.sum[r] += x;
+    }
+  }
+  #pragma unroll
+  for (int j = part * (kBlockN / 32); j < (part + 1) * (kBlockN / 32); j++) {
+    #pragma unroll
+    for (int i = 0; i < 4; i++) rP[j][i] = pack2<Element>(rS[j * 8 + i * 2], rS[j * 8 + i * 2 + 1]);
+    store_fragment<PLayout>(sP, warp_row(), j * 2, rP[j]);
+  }
+}
+
+constexpr u32 kBarrier = 1;                     // of the consumers
 
 // Keys that exist and that some row of an item does not see: their tiles are looked through for NaN and Inf.
 struct HiddenKeys {
@@ -180,141 +253,203 @@ DEV void add_nonfinite_seen(Output& rO, u32 sP, u32 v, const DecodeParams& p, co
 }
 
 // NaN and Inf of a V tile go to the rows that see them, then become 0: times a weight of 0 they would be NaN. Both consumers
-// call it together, once S and P are there. `is_fresh`: O holds nothing of this item yet.
+// call it together, once S and P are there, and all of V. `is_fresh`: O holds nothing of this item yet.
 DEV void take_apart(Output& rO, bool& is_fresh, SharedStorage& s, u32 stage, int half, const DecodeParams& p,
                     const DecodeItem& item, int tile) {
-  constexpr int kAll = 256, kBarrier = 1;
-  const u32 v = shared_address(s.sK[stage]), thread = thread_index() - 128;
-  if (!barrier_or(kBarrier, kAll, scan_nonfinite<Element, VLayout::kBytes, kAll, false>(v, thread))) return;
+  const u32 v = shared_address(s.sK[stage]), thread = thread_index() - kLoaders;
+  if (!barrier_or(kBarrier, kConsumers, scan_nonfinite<Element, VLayout::kBytes, kConsumers, false>(v, thread))) return;
   if (is_fresh) {
     #pragma unroll
     for (int i = 0; i < kHalfV / 2; i++) rO[i] = 0.f;
     is_fresh = false;
   }
   add_nonfinite_seen(rO, shared_address(s.sP), v + half * (VLayout::kBytes / 2), p, item, tile);
-  barrier_sync(kBarrier, kAll);
-  scan_nonfinite<Element, VLayout::kBytes, kAll, true>(v, thread);
+  barrier_sync(kBarrier, kConsumers);
+  scan_nonfinite<Element, VLayout::kBytes, kConsumers, true>(v, thread);
   fence_async_proxy();
-  barrier_sync(kBarrier, kAll);
+  barrier_sync(kBarrier, kConsumers);
 }
 
-// The leader, a warpgroup.
-DEV void lead(SharedStorage& s, const DecodeParams& p) {
+// Writes what a consumer has of a part as its threads have it, which is how decode_combine_wide reads it.
+DEV void write_part(const Output& rO, const float (&inverse)[2], const DecodeParams& p, const DecodeItem& item, int half) {
+  struct alignas(16) Four { float x[4]; };
+  if (item.row_tile * kBlockM + warp_row() >= num_rows(p)) return;      // no row of the warp exists
+  float* gO = (float*)p.partial_out + (item.slot * 2 + half) * (kBlockM * kHalfV) + thread_index() % 128 * 4;
+  #pragma unroll
+  for (int i = 0; i < kHalfV / 8; i++) {
+    Four x;
+    // A row that sees no key, or only logits of -inf, is 0, whatever the values are.
+    #pragma unroll
+    for (int e = 0; e < 4; e++) x.x[e] = inverse[e / 2] == 0.f ? 0.f : rO[i * 4 + e] * inverse[e / 2];
+    *(Four*)(gO + i * 512) = x;
+  }
+}
+
+// A consumer, a warpgroup.
+DEV void consume(SharedStorage& s, const DecodeParams& p) {
+  const int half = uniform(thread_index() / 128) - 1;
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
   const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
   const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  Ring<kStages> kv, last = {kStages - 1, 1};    // of the tile before: `free` of a fresh stage passes
-  u32 q_phase = 0;
+  const u64 sP = wgmma_descriptor<PLayout::kSwizzleBytes>(shared_address(s.sP), PLayout::kPanelBytes);
+  u32 tiles_before = 0, q_phase = 0;            // of the items before; of Q, and which of the sums
   Scores rS;
-  Weights rP;
   Output rO;
   #pragma unroll 1
   for (DecodeItems items(p); items.is_valid; items.next(p)) {
     const DecodeItem& item = items.item;
     const HiddenKeys hidden(p, item);
+    const int count = item.end - item.begin;
     Rows rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
-    float sum[2], inverse[2];
-    mbarrier_wait(shared_address(&s.q_ready), q_phase);
-    q_phase ^= 1;
+    bool is_fresh = true;
+    // Brings O and the rows to where tile `i` of the item, the other consumer's, begins.
+    const auto follow = [&](int i) {
+      const u32 at = tiles_before + i, stage = at % kStages, phase = at / kStages & 1;
+      mbarrier_wait(shared_address(&s.p_ready[stage][0]), phase);
+      mbarrier_wait(shared_address(&s.ready[stage][2]), phase);
+      fence_async_proxy();
+      float alpha[2];
+      #pragma unroll
+      for (int r = 0; r < 2; r++) {
+        alpha[r] = s.alpha[stage][lane_row() + r * 8], rows.max[r] = s.max[stage][lane_row() + r * 8];
+        rows.sum[r] *= alpha[r];
+      }
+      if (!__any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) return;    // as always where O is fresh
+      wgmma_wait<0>();                          // seldom; else ptxas would wait each time
+      wgmma_pin(rS);
+      scale_output(rO, alpha);
+    };
+    // Starts O of that tile.
+    const auto multiply_other = [&](int i) {
+      const u32 at = tiles_before + i, stage = uniform(at % kStages);
+      const u64 v = descriptor_step(k, stage * KLayout::kBytes + half * (VLayout::kBytes / 2));
+      multiply_pv(rO, sP, v, 0, !is_fresh);
+      mbarrier_wait(shared_address(&s.p_ready[stage][1]), at / kStages & 1);
+      fence_async_proxy();
+      multiply_pv(rO, sP, v, 1, true);
+      is_fresh = false;
+    };
+    // All that is to be done with it, nothing being in flight.
+    const auto finish_other = [&](int i) {
+      const u32 at = tiles_before + i, stage = at % kStages, phase = at / kStages & 1;
+      const int tile = item.end - 1 - i;
+      follow(i);
+      if (hidden.any_in(tile)) {
+        mbarrier_wait(shared_address(&s.p_ready[stage][1]), phase);
+        for (int part = 0; part < 2; part++) mbarrier_wait(shared_address(&s.ready[stage][part]), phase);
+        take_apart(rO, is_fresh, s, stage, half, p, item, tile);
+      }
+      multiply_other(i);
+      wgmma_wait<0>();
+      wgmma_pin(rO);
+      arrive_warp(s.free[stage][half]);
+    };
+    if (half < count) mbarrier_wait(shared_address(&s.q_ready), q_phase);
+    else arrive_warp(s.q_free);
+
     #pragma unroll 1
-    for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next(), last.next()) {
+    for (int i = half; i < count; i += 2) {
+      const int tile = item.end - 1 - i;
+      const bool has_beside = i > 0 && !hidden.any_in(tile + 1);
+      if (i > 0 && !has_beside) finish_other(i - 1);
       // Q's descriptors depend on the stage too, by nothing: before the loop they would not all find uniform registers.
-      const u32 stage = uniform(kv.stage);
+      const u32 stage = uniform((tiles_before + i) % kStages), phase = (tiles_before + i) / kStages & 1;
       const u64 k_tile = descriptor_step(k, stage * KLayout::kBytes), q_tile = descriptor_step(q, stage / kStages * 16);
-      mbarrier_wait(shared_address(&s.ready[kv.stage][0]), kv.phase);
+      constexpr u32 kHalf = kHalfPanels * KLayout::kPanelBytes, kPast = kPastV * KLayout::kPanelBytes;
+      const u32 own = half * kHalf, not_own = (half ^ 1) * kHalf;
+      #pragma unroll
+      for (int part = 0; part < 2; part++) {
+        const u32 at = own + part * (kHalf / 2);
+        mbarrier_wait(shared_address(&s.ready[stage][part]), phase);
+        fence_async_proxy();
+        multiply_qk<kHalfPanels / 2>(rS, descriptor_step(q_tile, at), descriptor_step(k_tile, at), part > 0);
+        wgmma_commit();
+      }
+      if (has_beside) {
+        follow(i - 1);
+        multiply_other(i - 1);
+      }
+      mbarrier_wait(shared_address(&s.ready[stage][2]), phase);
       fence_async_proxy();
-      multiply_qk<0>(rS, q_tile, k_tile);
-      mbarrier_wait(shared_address(&s.ready[kv.stage][1]), kv.phase);
-      fence_async_proxy();
-      multiply_qk<1>(rS, q_tile, k_tile);
-      wgmma_commit();
-      if (thread_index() == 128) mbarrier_arrive(shared_address(&s.s_started));
+      multiply_qk_rest(rS, descriptor_step(q_tile, not_own), descriptor_step(k_tile, not_own), descriptor_step(q_tile, kPast),
+                       descriptor_step(k_tile, kPast));
+      if (has_beside) {
+        wgmma_wait<1>();
+        wgmma_pin(rO);
+        arrive_warp(s.free[stage ^ 1][half]);
+      }
       wgmma_wait<0>();
       wgmma_pin(rS);
-      if (tile == item.begin) arrive_warp(s.q_free);
+      if (i + 2 >= count) arrive_warp(s.q_free);
 
       float alpha[2];
+      Weights rP;
       apply_score(rS, score);
       if (item.tiles.is_partial(tile)) apply_mask(rS, p, item, tile);
       const bool moved = update_max(rows, rS, alpha, exponent_scale);
-      softmax(rows, rS, exponent_scale);
-      pack(rP, rS);
-      mbarrier_wait(shared_address(&s.free[last.stage][1]), last.phase);        // the follower has done with sP
-      #pragma unroll
-      for (int j = 0; j < kBlockN / 16; j++) store_fragment<PLayout>(shared_address(s.sP), warp_row(), j * 2, rP[j]);
-      if (tile == item.begin) {
+      if (thread_index() % 4 == 0) {
         #pragma unroll
         for (int r = 0; r < 2; r++) {
-          sum[r] = sum_of_row(rows.sum[r]);
-          inverse[r] = sum[r] == 0.f ? 0.f : rcp_fast(sum[r]);  // no visible key: O is 0
-          if (thread_index() % 4 == 0) s.inverse[lane_row() + r * 8] = inverse[r];
+          s.alpha[stage][lane_row() + r * 8] = alpha[r];
+          s.max[stage][lane_row() + r * 8] = rows.max[r];
         }
       }
-      if (thread_index() % 4 == 0) s.alpha[lane_row()] = alpha[0], s.alpha[lane_row() + 8] = alpha[1];
-      fence_async_proxy();
-      arrive_warp(s.p_ready);
+      #pragma unroll
+      for (int part = 0; part < 2; part++) {
+        make_weights(rP, rows, rS, exponent_scale, shared_address(s.sP), part);
+        fence_async_proxy();
+        arrive_warp(s.p_ready[stage][part]);
+      }
 
-      bool is_fresh = tile + 1 == item.end;
       if (moved && !is_fresh) scale_output(rO, alpha);
-      if (hidden.any_in(tile)) take_apart(rO, is_fresh, s, kv.stage, 0, p, item, tile);
-      multiply_pv(rO, rP, k_tile, !is_fresh);
+      if (hidden.any_in(tile)) take_apart(rO, is_fresh, s, stage, half, p, item, tile);
+      multiply_pv(rO, rP, descriptor_step(k_tile, own), !is_fresh);
+      is_fresh = false;
       wgmma_wait<0>();
       wgmma_pin(rO);
-      arrive_warp(s.free[kv.stage][0]);
+      arrive_warp(s.free[stage][half]);
     }
-    write_lse(rows, sum, p, item);
-    write_output(rO, inverse, p, item, 0);
+
+    if ((count - 1) % 2 != half) finish_other(count - 1);
+    float sum[2], inverse[2];
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      sum[r] = sum_of_row(rows.sum[r]);
+      if (thread_index() % 4 == 0) s.sum[q_phase][half][lane_row() + r * 8] = sum[r];
+    }
+    barrier_sync(kBarrier, kConsumers);
+    #pragma unroll
+    for (int r = 0; r < 2; r++) {
+      sum[r] += s.sum[q_phase][half ^ 1][lane_row() + r * 8];
+      inverse[r] = sum[r] == 0.f ? 0.f : rcp_fast(sum[r]);      // no visible key: O is 0
+    }
+    tiles_before += count;
+    q_phase ^= 1;
+    if (half == 0) write_lse(rows, sum, p, item);
+    if (item.slot >= 0) {
+      write_part(rO, inverse, p, item, half);
+    } else {
+      DecodeItem whole = item;
+      whole.slot = -1;                          // known: what it would do for a part falls away
+      write_output(rO, inverse, p, whole, half * kHalfV);
+    }
   }
 }
 
-// The follower, a warpgroup.
-DEV void follow(SharedStorage& s, const DecodeParams& p) {
-  const u64 sP = wgmma_descriptor<PLayout::kSwizzleBytes>(shared_address(s.sP), PLayout::kPanelBytes);
-  const u64 first_v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sK), VLayout::kPanelBytes);
-  const u64 v = descriptor_step(first_v, VLayout::kBytes / 2);
-  Ring<kStages> kv, next = {1, 0};
-  u32 p_phase = 0;
-  Output rO;
-  #pragma unroll 1
-  for (DecodeItems items(p); items.is_valid; items.next(p)) {
-    const DecodeItem& item = items.item;
-    const HiddenKeys hidden(p, item);
-    float inverse[2];
-    #pragma unroll 1
-    for (int tile = item.end - 1; tile >= item.begin; tile--, kv.next(), next.next(), p_phase ^= 1) {
-      mbarrier_wait(shared_address(&s.ready[kv.stage][1]), kv.phase);
-      fence_async_proxy();
-      mbarrier_wait(shared_address(&s.p_ready), p_phase);
-      const float alpha[2] = {s.alpha[lane_row()], s.alpha[lane_row() + 8]};
-      if (tile == item.begin) inverse[0] = s.inverse[lane_row()], inverse[1] = s.inverse[lane_row() + 8];
-      bool is_fresh = tile + 1 == item.end;
-      if (!is_fresh && __any_sync(0xffffffff, alpha[0] != 1.f || alpha[1] != 1.f)) scale_output(rO, alpha);
-      if (hidden.any_in(tile)) take_apart(rO, is_fresh, s, kv.stage, 1, p, item, tile);
-      // S of the next tile first, if it can start: it is what the leader waits for.
-      if (tile > item.begin && uniform(mbarrier_test(shared_address(&s.ready[next.stage][1]), next.phase)))
-        mbarrier_wait(shared_address(&s.s_started), p_phase ^ 1);
-      multiply_pv(rO, sP, descriptor_step(v, kv.stage * KLayout::kBytes), !is_fresh);
-      wgmma_wait<0>();
-      wgmma_pin(rO);
-      arrive_warp(s.free[kv.stage][1]);
-    }
-    write_output(rO, inverse, p, item, kHalfV);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __grid_constant__ DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __grid_constant__ TmaDecodeParams p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages * 2; i++) {
-      mbarrier_init(shared_address(&s.ready[i / 2][i % 2]), 128);
-      mbarrier_init(shared_address(&s.free[i / 2][i % 2]), 4);
+    for (int i = 0; i < kStages; i++) {
+      for (int part = 0; part < kParts; part++) mbarrier_init(shared_address(&s.ready[i][part]), kLoaders);
+      for (int half = 0; half < 2; half++) {
+        mbarrier_init(shared_address(&s.free[i][half]), 4);
+        mbarrier_init(shared_address(&s.p_ready[i][half]), 4);
+      }
     }
-    mbarrier_init(shared_address(&s.q_ready), 128);
-    mbarrier_init(shared_address(&s.q_free), 4);
-    mbarrier_init(shared_address(&s.p_ready), 4);
-    mbarrier_init(shared_address(&s.s_started), 1);
+    mbarrier_init(shared_address(&s.q_ready), kLoaders);
+    mbarrier_init(shared_address(&s.q_free), 8);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -327,7 +462,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
   } else {
     set_more_registers<kConsumerRegisters>();
     append<Element>(p);
-    if (warpgroup == 1) lead(s, p);
-    else follow(s, p);
+    consume(s, p);
   }
 }

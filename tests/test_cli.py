@@ -807,7 +807,8 @@ def test_all_kernels_of_decoding_are_compiled_ahead(fake_gpu, monkeypatch):
         assert code == 0 and output.count(f"decode, {case}") == len(tiers), output
         assert list(dict.fromkeys(forced)) == tiers
         kernels = [variant.kernel for variant in fake_gpu]
-        assert sorted(set(kernels)) == sorted(["decode_combine", *(f"decode_{tier}" for tier in tiers)])
+        wide = ["decode_combine_wide"] * ("sm90" in tiers)
+        assert sorted(set(kernels)) == sorted(["decode_combine", *wide, *(f"decode_{tier}" for tier in tiers)])
     del fake_gpu[:]
     assert run("check", "--case", "decode, 1 split", "--dtype", "float32")[0] == 0
     assert [variant.kernel for variant in fake_gpu] == ["decode_simt"]
@@ -1070,7 +1071,7 @@ def test_explain_says_why(no_gpu):
         (("--decode", "--num-splits", 1, "--page-size", 16, "--append", 2), ["decode_rows_sm90"], []),
         (
             ("--decode", "--latent", "--head-dim", 576, "--head-dim-v", 512, "--num-splits", 3),
-            ["decode_sm90", "decode_combine"],
+            ["decode_sm90", "decode_combine_wide"],
             ["partial_out", "partial_lse"],
         ),
         (
@@ -1287,7 +1288,7 @@ def test_warmup_of_decoding(no_gpu, built, tmp_path):
     assert run(*one, "--decode", "--output", tmp_path)[0] == 0
     # In rows and in pages, with new keys and without.
     kernels = [variant.kernel for variant in built]
-    counts = {"fwd_sm90": 1, "decode_sm80": 4, "decode_sm90": 4, "decode_combine": 8, "merge": 2}
+    counts = {"fwd_sm90": 1, "decode_sm80": 4, "decode_sm90": 4, "decode_combine": 4, "decode_combine_wide": 4, "merge": 2}
     assert {kernel: kernels.count(kernel) for kernel in kernels} == counts
     for kernel in ("decode_sm80", "decode_sm90"):
         ways = {(dict(v.constants)["PAGED"], dict(v.constants)["APPENDS"]) for v in built if v.kernel == kernel}

@@ -19,7 +19,8 @@ from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Proble
 
 CALLS = ("bwd", "decode", "fwd")
 TIERED = tuple(sorted(("decode_rows_sm90", *(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))))
-KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "merge", "varlen_tiles")))
+BESIDE = ("bwd_cast", "bwd_delta", "decode_combine", "decode_combine_wide", "merge", "varlen_tiles")
+KERNELS = tuple(sorted((*TIERED, *BESIDE)))
 OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
 SIXTEEN_BIT = ("float16", "bfloat16")
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
@@ -310,8 +311,9 @@ def hopper_decode_groups(arch):
         yield "many rows of values that are keys", latent("bfloat16", head_dim, head_dim_v, "causal", rows=64, **APPENDS), True
     for mask, score in itertools.product(MASKS, SCORES):
         yield "latent decoding", latent(mask=mask, score=score), True
-    for dtype, way in itertools.product(SIXTEEN_BIT, WAYS):
-        yield "ways of latent decoding", latent(dtype, mask="causal", **WAYS[way]), True
+    large = dict(paged=True, page_size=64)
+    for dtype, way in itertools.product(SIXTEEN_BIT, (*WAYS.values(), large, large | APPENDS, large | SPLITS)):
+        yield "ways of latent decoding", latent(dtype, mask="causal", **way), True
     for head_dim, head_dim_v, out in ((300, 260, 2), (512, 512, 4), (576, 260, 8), (400, 400, 16)):
         yield "other latent decoding", latent("float16", head_dim, head_dim_v, out_alignment=out), True
 
@@ -438,7 +440,8 @@ def faults_of(kernel, stated, arch, tuned) -> list[str]:
             f"{built.registers} registers leave no room for {blocks} blocks of {kernel.threads} threads"
         )
     # The list of tiles is made in static shared memory, by a single block; results of parts are joined in a little of it.
-    if built.static_smem > {"varlen_tiles": 48 * 1024, "decode_combine": 8 * 1024}.get(kernel.kernel, 0):
+    static = {"varlen_tiles": 48 * 1024, "decode_combine": 8 * 1024, "decode_combine_wide": 512}
+    if built.static_smem > static.get(kernel.kernel, 0):
         faults.append(f"{built.static_smem} bytes of static shared memory that config.py does not know of")
     faults += [line.strip() for line in built.log.splitlines() if COMPLAINT.match(line)]
     return [f"{what}: {fault}" for fault in faults]
@@ -491,7 +494,7 @@ def test_the_variants_meet_every_value_of_every_constant():
     for kernel in OF_DECODING:
         for name in ("PAGED", "APPENDS", "FIXED_SPLITS"):
             assert values[kernel, name] == {0, 1}
-        assert values[kernel, "V_IS_K"] == ({1} if kernel == "decode_sm90" else {0, 1})
+        assert values[kernel, "V_IS_K"] == ({1} if kernel in ("decode_sm90", "decode_combine_wide") else {0, 1})
         assert values[kernel, "OUT_VEC_BYTES"] == {2, 4, 8, 16}
         assert values[kernel, "DTYPE"] == ({0, 1, 2, 3} if kernel in ("decode_simt", "decode_combine") else {0, 1})
     assert values["decode_sm80", "HEAD_DIM"] == values["decode_sm80", "HEAD_DIM_V"] == set(range(32, 257, 32))
@@ -615,6 +618,7 @@ DECODE_LAYOUT = ("OFFSET_k_new", "OFFSET_block_table_stride", "OFFSET_decode_int
         *itertools.product(DECODE_LAYOUT, OF_DECODING),
         ("TENSOR_MAPS_OFFSET", "fwd_sm90"),
         ("BWD_TENSOR_MAPS_OFFSET", "bwd_sm90"),
+        ("DECODE_TENSOR_MAPS_OFFSET", "decode_sm90"),
     ],
 )
 def test_another_params_layout_does_not_compile(kernel, name):
@@ -656,18 +660,19 @@ def test_tensor_maps_follow_the_params_in_one_order():
         assert tuple(launch.boxes_of(choose(made, DEVICES["sm_90"]))) == names
     words = re.search(r"struct alignas\(64\) TensorMap \{ u64 words\[(\d+)\]; \};", code_of("ptx/tma.cuh"))
     assert 8 * int(words[1]) == tma.MAP_BYTES
-    assert launch.TENSOR_MAPS_OFFSET % 64 == launch.BWD_TENSOR_MAPS_OFFSET % 64 == 0
+    assert "struct TmaDecodeParams : DecodeParams { TensorMap k_map; };" in code_of("decode_sm90.cu")
+    offsets = (launch.TENSOR_MAPS_OFFSET, launch.BWD_TENSOR_MAPS_OFFSET, launch.DECODE_TENSOR_MAPS_OFFSET)
+    assert all(offset % 64 == 0 for offset in offsets) and max(offsets) == launch.BWD_TENSOR_MAPS_OFFSET
 
 
 def test_who_starts_early_waits_before_it_can_end():
     """Else it would end, for those behind it, before the kernel before it has; and that one lets it start."""
-    text = code_of("decode_combine.cu")
-    entry = text[text.index('extern "C"') :]
-    wait = entry.index("wait_for_kernel_before();")
-    assert "return" not in entry[:wait] and "start_dependents" not in entry
     for kernel in OF_DECODING:
-        early = config.Kernel(kernel, (), 32, 0).starts_early
-        assert early == (kernel == "decode_combine") == ("start_dependents();" not in code_of(f"{kernel}.cu"))
+        text, early = code_of(f"{kernel}.cu"), config.Kernel(kernel, (), 32, 0).starts_early
+        assert early == kernel.startswith("decode_combine") == ("start_dependents();" not in text)
+        if early:
+            entry = text[text.index('extern "C"') :]
+            assert "return" not in entry[: entry.index("wait_for_kernel_before();")]
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Decoding from a problem to what is launched: configs on every device, params, grids, scratch, prepared calls. No CUDA."""
 
+import ctypes
 import dataclasses
 import itertools
 
@@ -39,12 +40,17 @@ COMMON = {
     "BLOCK_M", "BLOCK_N", "HEAD_DIM", "HEAD_DIM_V", "VEC_BYTES", "OUT_VEC_BYTES", "SMEM_BYTES",
 }  # fmt: skip
 OWN = {
-    "decode_sm90": {"WHOLE_HEADS"},
+    "decode_sm90": {"WHOLE_HEADS", "TMA"},
     "decode_rows_sm90": {"WHOLE_HEADS", "KEEPS_Q", "STAGES"},
     "decode_sm80": {"WHOLE_HEADS", "MTILES", "WARPS_M", "WARPS_N", "GROUP_KEYS", "KEEPS_Q", "STAGES", "MERGE_COLS"},
     "decode_simt": {"WARPS", "KEYS", "CHUNK_K", "CHUNK_V", "STAGES", "MIN_BLOCKS"},
 }
 OF_COMBINE = COMMON - {"SCORE", "HEAD_DIM", "VEC_BYTES", "SMEM_BYTES"} | {"THREADS"}
+
+
+def combine_of(kernel: str) -> str:
+    """The kernel that joins the parts of another."""
+    return "decode_combine_wide" if kernel == "decode_sm90" else "decode_combine"
 
 
 def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
@@ -63,9 +69,13 @@ def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
     assert constants["DTYPE"] == DTYPES.index(stated.dtype) and constants["VARLEN"] == 0
     assert constants["MASK_LEFT"] == (stated.window_left is not None)
     assert constants["MASK_RIGHT"] == (stated.window_right is not None)
-    # Every multiprocessor has its blocks, all of them at a time.
+    # Every multiprocessor has its blocks, all of them at a time; a few may be left out.
     blocks = constants.get("MIN_BLOCKS", 1)
-    assert made.max_blocks == device.num_sms * blocks and not made.counts_tiles
+    if made.kernel == "decode_sm90":
+        assert device.num_sms * 23 // 24 <= made.max_blocks <= device.num_sms
+    else:
+        assert made.max_blocks == device.num_sms * blocks
+    assert not made.counts_tiles
     assert blocks == 1 or blocks * (made.smem_bytes + 1024) <= device.smem_optin + 1024
     if made.tier == "sm80":
         mtiles, warps_m, warps_n = (constants[name] for name in ("MTILES", "WARPS_M", "WARPS_N"))
@@ -87,6 +97,7 @@ def assert_sound(made: Config, stated: DecodeProblem, device: Device) -> None:
         assert constants["WHOLE_HEADS"] == ((stated.head_dim, stated.head_dim_v) == padded)
         if made.kernel == "decode_sm90":
             assert stated.v_is_k and min(stated.head_dim, stated.head_dim_v) > 256
+            assert constants["TMA"] == (stated.tma and stated.page_size % 64 == 0)
         else:
             assert stated.rows > 32 and max(padded) <= 256 and constants["HEAD_DIM"] % 64 == constants["HEAD_DIM_V"] % 64 == 0
             assert constants["STAGES"] in (2, 4, 6) and constants["KEEPS_Q"] in (0, 1)
@@ -258,7 +269,10 @@ def test_grids_and_scratch(tier, stated):
         made = choose(changed, H200, tier)
         items = batch * -(-changed.rows // made.block_m) * changed.heads_k
         blocks = min(made.max_blocks, items * num_splits) if num_splits else made.max_blocks
-        combine = {0: {"decode_combine": blocks - 1}, 1: {}}.get(num_splits, {"decode_combine": items})
+        name = combine_of(made.kernel)
+        combine = {0: {name: blocks - 1}, 1: {}}.get(num_splits, {name: items})
+        if made.kernel == "decode_sm90":
+            combine = {name: 2 * count for name, count in combine.items()}
         assert launched(changed, tier) == {made.kernel: blocks} | combine
         slots = items * num_splits if num_splits else 2 * blocks
         sizes = {"partial_out": constants_of(made)["HEAD_DIM_V"], "partial_lse": 1}
@@ -274,7 +288,9 @@ def test_the_combine_fits_the_kernel_before(tier, stated):
     changed = dataclasses.replace(stated, out_alignment=8, paged=True, page_size=4, seqlen_new=1, num_splits=3)
     main, combine = kernels_of(changed, choose(changed, H200, tier))
     constants = dict(combine.constants)
-    assert set(constants) == OF_COMBINE and combine.threads == constants["THREADS"] and combine.smem_bytes == 0
+    assert combine.kernel == combine_of(main.kernel)
+    own = {"BLOCKS"} if main.kernel == "decode_sm90" else set()
+    assert set(constants) == OF_COMBINE | own and combine.threads == constants["THREADS"] and combine.smem_bytes == 0
     for name in OF_COMBINE - {"THREADS", "OUT_VEC_BYTES"}:
         assert constants[name] == dict(main.constants)[name]
     assert constants["OUT_VEC_BYTES"] == 8
@@ -396,7 +412,7 @@ def test_a_call_is_one_record_for_both_kernels(driver, tier, stated, num_splits)
     for length in (17, 4096):
         driver.clear()
         call.launch(7, length, *range(11, 23))
-        names = [choose(stated, H200, tier).kernel] + ["decode_combine"] * (num_splits != 1)
+        names = [kernel := choose(stated, H200, tier).kernel] + [combine_of(kernel)] * (num_splits != 1)
         assert [step[0] for step in driver] == names and all(step[4] == 7 for step in driver)
         for step in driver:
             record = step[5]
@@ -405,7 +421,36 @@ def test_a_call_is_one_record_for_both_kernels(driver, tier, stated, num_splits)
             assert [int(record[name]) for name in launch.FWD_PARAMS.names[5:10]] == [0] * 5
             assert record["fixed_seqlen"] == length and record["num_blocks"] == driver[0][1]
             assert record["k_strides"].tolist() == list(contiguous_strides((3, 4096, stated.heads_k, stated.head_dim))[:3])
-    assert driver.maps.encoded == []
+    boxes = launch.boxes_of(choose(stated, H200, tier)) if kernel == "decode_sm90" else {}
+    assert boxes == ({"k": (64, 64)} if kernel == "decode_sm90" else {})
+    made = [(made.place, made.sizes, made.strides, made.box[:2]) for made in driver.maps.encoded]
+    address = ctypes.addressof(call.launch._params) + launch.DECODE_TENSOR_MAPS_OFFSET
+    assert made == [(address, (576, 4096, 1, 3), (1152, 0, 4096 * 1152), (64, 64))] * len(boxes), "of the cache"
+
+
+@pytest.mark.parametrize(
+    "changes, by_tma",
+    [
+        ({}, 1),
+        (dict(paged=True, page_size=64), 1),
+        (dict(paged=True, page_size=192), 1),
+        (dict(paged=True, page_size=16), 0),
+        (dict(paged=True, page_size=96), 0),
+        (dict(tma=False), 0),
+    ],
+)
+def test_key_tiles_that_lie_in_one_piece_come_by_tma(changes, by_tma):
+    made = choose(latent(**changes), H200)
+    assert constants_of(made)["TMA"] == by_tma and any(reason.startswith(f"tma = {by_tma}  # ") for reason in made.reasons)
+
+
+@pytest.mark.parametrize(
+    "batch, heads_q, blocks",
+    [(64, 16, 128), (64, 128, 128), (128, 64, 128), (16, 128, 128), (1, 128, 132), (22, 16, 132), (132, 16, 132)]
+    + [(17, 16, 132), (300, 128, 132), (256, 64, 128), (0, 16, 132)],
+)
+def test_requests_of_one_length_have_whole_shares(batch, heads_q, blocks):
+    assert choose(latent(batch=batch, heads_q=heads_q), H200).max_blocks == blocks
 
 
 def test_strides_of_pages_and_of_new_keys(driver):  # noqa: F811

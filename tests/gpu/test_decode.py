@@ -150,9 +150,7 @@ def test_wide_head_dims(backend, dtype, dims):
     check_kvcache(backend, decoding(dtype, (130, 3), head_dim=dims[0], head_dim_v=dims[1], seqlen_q=2, new=2))
 
 
-@on_pairs(
-    "cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm90-float16", "sm90-bfloat16", "sm90_rows-bfloat16"
-)
+@on_pairs("cpu-float32", "simt-float32", "simt-float16", "sm80-float16", "sm90-float16", "sm90-bfloat16", "sm90_rows-bfloat16")
 @pytest.mark.parametrize("dims", [(576, 512), (512, 512), (264, 264), (320, 296), (128, 64), (128, 128)], ids=str)
 def test_values_that_are_keys(backend, dtype, dims):
     """The first columns of keys, or all of them; appended once."""
@@ -865,7 +863,8 @@ def latent_if(tier):
 def test_a_forced_tier_is_the_one_that_runs(monkeypatch, tier):
     backend = backend_named(tier)
     call = decoding("float16", (70, 3), **latent_if(tier))
-    for num_splits, more in ((1, set()), (0, {"decode_combine"}), (3, {"decode_combine"})):
+    combine = {"decode_combine_wide" if tier == "sm90" else "decode_combine"}
+    for num_splits, more in ((1, set()), (0, combine), (3, combine)):
         with fresh_process_state(monkeypatch):
             check_kvcache(backend, call, num_splits=num_splits)
             assert kernels_loaded() == {f"decode_{tier}"} | more
