@@ -18,6 +18,7 @@
 // Not here: values apart from the keys, rows that are not aligned to 16 bytes (decode_sm80). What a tile costs, and why this
 // order: docs/decode_sm90.md.
 #include "attn/decode_wgmma.cuh"
+#include "attn/lengths.cuh"
 #include "ptx/count.cuh"
 
 constexpr bool kTma = TMA;                      // a tile of cached keys lies in one piece, and a tensor map tells where
@@ -440,6 +441,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __grid_constant__ TmaDecodeParams p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
+  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       for (int part = 0; part < kParts; part++) mbarrier_init(shared_address(&s.ready[i][part]), kLoaders);
