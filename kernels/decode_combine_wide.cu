@@ -7,6 +7,7 @@
 // A border between two shares (FIXED_SPLITS: an item) has kBlocks blocks. Their warps, and those of the other borders of the same
 // item, take pieces of 16 rows by 32 columns in turns. Outputs of kBatch parts are on their way together, the first before it
 // is known what they weigh. Sums are made in the order of the parts.
+#include "attn/lengths.cuh"
 #include "attn/merge.cuh"
 #include "attn/parts.cuh"
 #include "ptx/dependent.cuh"
@@ -22,6 +23,7 @@ constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address and eve
 constexpr int kVecs = 4;                        // of four numbers, of a lane in a piece
 constexpr int kPieces = kHeadDimV / 32;         // beside one another
 constexpr int kBatch = 4;
+constexpr int kResident = kFixedSplits ? 1 : 2; // blocks of a multiprocessor: the blocks of all borders are there at once
 static_assert(kThreads == 4 * kItemRows && kItemRows == 64, "four threads a row");
 
 struct alignas(16) Four { float x[4]; };
@@ -108,8 +110,9 @@ DEV void join(Four (&x)[kBatch][kVecs], float (&lse)[kBatch][2], const SharedSto
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_combine_wide(const DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) decode_combine_wide(const DecodeParams p) {
   __shared__ SharedStorage s;
+  prefetch_lengths(p);
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
   const Parts parts = find_parts(p, blockIdx.x / kBlocks);
   wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one

@@ -8,7 +8,7 @@
 // registers, the other by P from shared memory.
 //   ready[s][i]:   loader -> consumers, part i of a tile has landed: the halves of its owner's half of V, all the rest
 //   free[s][h]:    back, consumer h has multiplied by half h of V
-//   q_ready:       loader -> consumers, Q of an item has landed            q_free: back, the last S of the item is there
+//   q_ready[i]:    loader -> consumers, part i of Q has landed, as of the first tile        q_free: back, the last S is there
 //   p_ready[s][i]: owner -> the other, half i of the keys of P; with the first half the facts of rows. The owner of the next tile
 //                  has multiplied by this P before it writes its own
 // A consumer starts S of its tile on the half of V that is its own, then O of the tile before, of which it hands back its half,
@@ -18,6 +18,7 @@
 // Not here: values apart from the keys, rows that are not aligned to 16 bytes (decode_sm80). What a tile costs, and why this
 // order: docs/decode_sm90.md.
 #include "attn/decode_wgmma.cuh"
+#include "attn/lengths.cuh"
 #include "ptx/count.cuh"
 
 constexpr bool kTma = TMA;                      // a tile of cached keys lies in one piece, and a tensor map tells where
@@ -44,7 +45,7 @@ struct alignas(1024) SharedStorage {
   u8 sK[kStages][KLayout::kBytes];
   u8 sQ[QLayout::kBytes];
   u8 sP[PLayout::kBytes];
-  u64 ready[kStages][kParts], free[kStages][2], p_ready[kStages][2], q_ready, q_free;
+  u64 ready[kStages][kParts], free[kStages][2], p_ready[kStages][2], q_ready[kParts], q_free;
   float alpha[kStages][kBlockM];                // by which O is to be multiplied before this tile is added
   float max[kStages][kBlockM];                  // Rows::max with this tile
   float sum[2][2][kBlockM];                     // of an item, in turns: each consumer's Rows::sum
@@ -143,8 +144,11 @@ DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
         }
         mbarrier_wait(shared_address(&s.q_free), q_phase ^ 1);
         #pragma unroll
-        for (int panel = 0; panel < QLayout::kPanels; panel++) rows.copy_panel<QLayout>(shared_address(s.sQ), panel);
-        cp_async_arrive(shared_address(&s.q_ready));
+        for (int part = 0; part < kParts; part++) {
+          #pragma unroll
+          for (int i = 0; i < panels_of(part); i++) rows.copy_panel<QLayout>(shared_address(s.sQ), panel_of(part, i, 0));
+          cp_async_arrive(shared_address(&s.q_ready[part]));
+        }
         q_phase ^= 1;
       }
     }
@@ -345,8 +349,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
       wgmma_pin(rO);
       arrive_warp(s.free[stage][half]);
     };
-    if (half < count) mbarrier_wait(shared_address(&s.q_ready), q_phase);
-    else arrive_warp(s.q_free);
+    if (half >= count) arrive_warp(s.q_free);
 
     #pragma unroll 1
     for (int i = half; i < count; i += 2) {
@@ -361,6 +364,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
       #pragma unroll
       for (int part = 0; part < 2; part++) {
         const u32 at = own + part * (kHalf / 2);
+        if (i == half) mbarrier_wait(shared_address(&s.q_ready[half ? 2 : part]), q_phase);    // the last part is behind all
         mbarrier_wait(shared_address(&s.ready[stage][part]), phase);
         fence_async_proxy();
         multiply_qk<kHalfPanels / 2>(rS, descriptor_step(q_tile, at), descriptor_step(k_tile, at), part > 0);
@@ -370,6 +374,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
         follow(i - 1);
         multiply_other(i - 1);
       }
+      if (i == 0) mbarrier_wait(shared_address(&s.q_ready[2]), q_phase);
       mbarrier_wait(shared_address(&s.ready[stage][2]), phase);
       fence_async_proxy();
       multiply_qk_rest(rS, descriptor_step(q_tile, not_own), descriptor_step(k_tile, not_own), descriptor_step(q_tile, kPast),
@@ -440,6 +445,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __grid_constant__ TmaDecodeParams p) {
   extern __shared__ __align__(1024) unsigned char smem[];
   SharedStorage& s = *(SharedStorage*)smem;
+  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       for (int part = 0; part < kParts; part++) mbarrier_init(shared_address(&s.ready[i][part]), kLoaders);
@@ -448,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
         mbarrier_init(shared_address(&s.p_ready[i][half]), 4);
       }
     }
-    mbarrier_init(shared_address(&s.q_ready), kLoaders);
+    for (int part = 0; part < kParts; part++) mbarrier_init(shared_address(&s.q_ready[part]), kLoaders);
     mbarrier_init(shared_address(&s.q_free), 8);
     mbarrier_init_fence();
   }
