@@ -11,8 +11,8 @@
 // Of warpgroup 0 one warp plans tiles, one loads, and two prepare what has landed. A tile lies in slot i, a query tile in stage s:
 //   work_ready[i]: planner -> all, which tile is next               work_free[i]: all -> planner, they have done with it
 //   k_ready, v_ready: loader -> the consumer that multiplies by it  k_free, v_free: back, for the last time of this tile
-//   raw[s]:   loader -> preparers, Q and dO have landed             q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
-//   ready[s]: preparers -> consumers, so have the facts of rows
+//   raw[s]:   loader -> all, Q and dO have landed                   q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
+//   ready[s]: preparers -> consumers, the facts of rows are there and NaN has been taken from what has landed
 //   weights_ready: consumer 0 -> 1, P of a query tile               weights_free: back, it has been read
 // The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with the
 // gradient of the last query tile, so that dO and Q of that are free the sooner. What was tried: docs/bwd256_sm90.md.
@@ -181,9 +181,12 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     for (int i = 0; i < visits; i++, at.next()) {
       const int rows = t.seqlen_q - visit.tile * kRows;
       const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kRows;
-      mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
+      // Who has used dO and Q of the last stage has read its facts.
+      mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
+      mbarrier_wait(shared_address(&s.q_free[at.stage]), at.phase ^ 1);
       s.lse[at.stage][preparer()] = facts.lse_log2;
       s.delta[at.stage][preparer()] = facts.delta;
+      if (clears || separates) mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
       if (clears) {
         clear_rows(shared_address(s.sQ[at.stage]), rows);
         clear_rows(shared_address(s.sDO[at.stage]), rows);
@@ -217,16 +220,23 @@ DEV void apply_mask(Scores& rS, const volatile Tile& t, const BwdParams& p, int 
   }
 }
 
+// One of the two facts of the rows that this lane has.
+struct Facts { Pair pair[kRows / 8]; };
+DEV Facts facts_of(const float* x) {
+  Facts facts;
+  #pragma unroll
+  for (int n = 0; n < kRows / 8; n++) facts.pair[n] = lane_pair(x + n * 8);
+  return facts;
+}
 // P in place of raw products, and to the other consumer, with the slope of the logits.
-DEV void exponentiate(Scores& rS, Quad (&sP)[kRows / 8][128], const HeadScore& score, const float* lse) {
+DEV void exponentiate(Scores& rS, Quad (&sP)[kRows / 8][128], const HeadScore& score, const Facts& lse) {
   #pragma unroll
   for (int n = 0; n < kRows / 8; n++) {
-    const Pair f = lane_pair(lse + n * 8);
     Quad weights;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float logit = score.logit(rS[4 * n + i]);
-      rS[4 * n + i] = weights.x[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -f.x[i % 2]));
+      rS[4 * n + i] = weights.x[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -lse.pair[n].x[i % 2]));
       if (HeadScore::kHasSlope) weights.x[i] *= score.slope(logit);
     }
     sP[n][thread_index() % 128] = weights;
@@ -241,19 +251,15 @@ DEV void read_weights(Scores& rP, const Quad (&sP)[kRows / 8][128]) {
   }
 }
 // dS in place of dP.
-DEV void softmax_gradient(Scores& rDP, const Scores& rP, const float* delta) {
+DEV void softmax_gradient(Scores& rDP, const Scores& rP, const Facts& delta) {
   #pragma unroll
-  for (int n = 0; n < kRows / 8; n++) {
-    const Pair f = lane_pair(delta + n * 8);
-    #pragma unroll
-    for (int i = 4 * n; i < 4 * n + 4; i++) rDP[i] = rP[i] * (rDP[i] - f.x[i % 2]);
-  }
+  for (int i = 0; i < kRows / 2; i++) rDP[i] = rP[i] * (rDP[i] - delta.pair[i / 4].x[i % 2]);
 }
 
 // A consumer, a warpgroup: 0 has dV, 1 has dK.
 template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParams& p) {
   constexpr bool kHasDV = kConsumer == 0;
-  const HeadScore score(p);
+  const HeadScore score = kept(HeadScore(p));
   // Rows of scores, of their columns, and what the gradient sums.
   const u64 keys = descriptor_of(kHasDV ? s.sK : s.sV);
   const u64 queries = descriptor_of(kHasDV ? s.sQ[0] : s.sDO[0]), summed = descriptor_of(kHasDV ? s.sDO[0] : s.sQ[0]);
@@ -283,12 +289,13 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     };
     const auto finish_scores = [&] {
       const bool is_masked = (visit.tile < full_begin) | (visit.tile >= full_end);
+      const Facts facts = facts_of(kHasDV ? s.lse[at.stage] : s.delta[at.stage]);
       if constexpr (kHasDV) {
         wgmma_wait<0>();
         wgmma_pin(rS);
         if (--left == 0 && speaks()) mbarrier_arrive(shared_address(&keys_free));
         mbarrier_wait(shared_address(&s.weights_free), handed.phase ^ 1);
-        exponentiate(rS, s.sP, score, s.lse[at.stage]);
+        exponentiate(rS, s.sP, score, facts);
         arrive_warp(s.weights_ready);
       } else {
         Scores rP;
@@ -298,11 +305,15 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
         wgmma_wait<0>();
         wgmma_pin(rS);
         if (--left == 0 && speaks()) mbarrier_arrive(shared_address(&keys_free));
-        softmax_gradient(rS, rP, s.delta[at.stage]);
+        softmax_gradient(rS, rP, facts);
       }
       handed.next();
       if (is_masked) apply_mask(rS, t, p, visit.tile * kRows);
       pack(rA, rS);
+    };
+    const auto await_queries = [&] {
+      mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
+      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
     };
     const auto start_sum = [&](u32 stage) { accumulate(acc, rA, descriptor_step(summed, stage * OperandLayout::kBytes)); };
     const auto finish_sum = [&](u32 stage) {
@@ -313,7 +324,7 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     if (visits > 0) {
       mbarrier_wait(shared_address(&keys_ready), kv.phase);
       kv.next();
-      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+      await_queries();
       my_turn(kConsumer);
       start_scores();
       your_turn(kConsumer);
@@ -323,9 +334,9 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
         const u32 last = at.stage;
         visit.advance(begin, end);
         at.next();
-        mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         my_turn(kConsumer);
         start_sum(last);
+        await_queries();                        // Q of two query tiles before has been used half a turn ago
         start_scores();
         your_turn(kConsumer);
         wgmma_wait<1>();

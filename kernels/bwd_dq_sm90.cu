@@ -9,7 +9,7 @@
 // stage v:
 //   work_ready[i]: planner -> all, which tile is next              work_free[i]: all -> planner, they have done with it
 //   q_ready[c], dout_ready[c]: loader -> consumer c                q_free[c], dout_free[c]: back, they have been multiplied
-//   k_raw[s]:   loader -> preparers, or consumers: K has landed    k_ready[s]: preparers -> consumers, NaN has been taken from it
+//   k_raw[s]:   loader -> all, K has landed                        k_ready[s]: preparers -> consumers, NaN has been taken from it
 //   v_ready[v]: loader -> consumers, V has landed                  k_free[s], v_free[v]: consumers -> loader, all have used it
 // The consumers take turns to start products: dQ of a key tile, then S and dP of the next. K, which both ends of a turn need, has
 // two stages, V of 256 columns finds place for one. What was tried: docs/bwd256_sm90.md.
@@ -168,8 +168,9 @@ DEV void prepare_tiles(SharedStorage& s) {
     #pragma unroll 1
     for (int tile = end - 1; tile >= begin; tile--, k.next()) {
       const u32 keys = shared_address(s.sK[k.stage]);
-      mbarrier_wait(shared_address(&s.k_raw[k.stage]), k.phase);
+      mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
       if (t.is_partial(tile)) {
+        mbarrier_wait(shared_address(&s.k_raw[k.stage]), k.phase);
         if (kVarlen) clear_rows(keys, t.seqlen_k - tile * kRows);
         if (kHasMask) {
           static_assert(kPreparing == kRows, "a key for a thread");
@@ -229,15 +230,16 @@ DEV void apply_mask(Scores& rDS, const volatile Tile& t, const BwdParams& p, con
     #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int key = n * 8 + i % 2;
-      const bool visible = key >= begin[i / 2] && key < end[i / 2];
-      rDS[4 * n + i] = visible ? rDS[4 * n + i] + poison.x[i % 2] : 0.f;
+      float& ds = rDS[4 * n + i];
+      if (kHasMask) ds += poison.x[i % 2];
+      if (key < begin[i / 2] || key >= end[i / 2]) ds = 0.f;
     }
   }
 }
 
 // A consumer, a warpgroup.
 DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
-  const HeadScore score(p);
+  const HeadScore score = kept(HeadScore(p));
   const u64 q = descriptor_of(s.sQ[consumer]), dout = descriptor_of(s.sDO[consumer]);
   const u64 k = descriptor_of(s.sK[0]), v = descriptor_of(s.sV[0]);
   Ring<kSlots> slot;
@@ -258,7 +260,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Weights rDS;
     int tile = end - 1;
     const auto await_k = [&] {
-      mbarrier_wait(shared_address(kPrepares ? &s.k_ready[k_ring.stage] : &s.k_raw[k_ring.stage]), k_ring.phase);
+      mbarrier_wait(shared_address(&s.k_raw[k_ring.stage]), k_ring.phase);
+      if (kPrepares) mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
     };
     // The descriptors of Q, dO and V depend on the stage too, by nothing: computed before the loop they would not all find uniform
     // registers.
@@ -279,6 +282,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       wgmma_pin(rS);
       if (tile == begin && speaks()) mbarrier_arrive(shared_address(&s.q_free[consumer]));
       exponentiate(rS, score, rows);
+      wgmma_pin(rS);                            // before dP is there
       wgmma_wait<0>();
       wgmma_pin(rDP);
       if (speaks()) {
@@ -306,9 +310,9 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       while (--tile >= begin) {
         const u32 last = k_ring.stage;
         k_ring.next();
-        await_k();
         my_turn(consumer);
         start_dq(last);
+        await_k();
         start_s();
         mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
         start_dp();

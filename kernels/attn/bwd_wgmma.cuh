@@ -109,6 +109,12 @@ DEV void pack(Weights& rA, const Scores& rS) {
   for (int i = 0; i < kRows / 4; i++) rA[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
 }
 
+// The same, converted once: in a loop that has no register to spare it would be done anew each time.
+DEV HeadScore kept(HeadScore score) {
+  score.scale_log2 = __uint_as_float(opaque(__float_as_uint(score.scale_log2)));
+  return score;
+}
+
 DEV int warp_row() { return thread_index() % 128 / 32 * 16; }                  // of the consumer's 64
 DEV bool speaks() { return thread_index() % 128 == 0; }                         // for its warpgroup
 // One arrival a warp, once all its lanes are there.
