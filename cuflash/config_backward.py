@@ -124,12 +124,13 @@ _WIDE_LISTED, _WIDE_DQ_LISTED = 80, 72  # Tile of kernels/bwd_dkv_sm90.cu and of
 
 
 def _wide_smem(head_dim: int) -> tuple[int, int]:
-    """Bytes of SharedStorage of kernels/bwd_dkv_sm90.cu: K, V, two stages of Q and dO, P; lse and delta of rows; barriers; tiles of
-    the launch. And of bwd_dq_sm90.cu: Q and dO of two warpgroups, two stages of K, V; whether keys are finite; barriers; tiles."""
+    """Bytes of SharedStorage of kernels/bwd_dkv_sm90.cu: K, V, two stages of Q and dO, results of 8 warps, P; lse and delta of
+    rows; barriers; tiles of the launch. And of bwd_dq_sm90.cu: Q and dO of two warpgroups, two stages of K, V; whether keys are
+    finite; barriers; tiles."""
     operand, stages, slots, stages_v = 2 * _WIDE_ROWS * head_dim, 2, 2, _WIDE_STAGES_V[head_dim]
-    dkv = ((2 + 2 * stages) * operand + 4 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 4 * stages + 6)
+    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 5 * stages + 6)
            + slots * _WIDE_LISTED)
-    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 3 * stages + 2 * stages_v)
+    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 4 * stages + 3 * stages_v)
           + slots * _WIDE_DQ_LISTED)
     return round_up(dkv, 1024), round_up(dq, 1024)
 

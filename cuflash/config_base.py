@@ -63,8 +63,8 @@ class Config(Kernel):
     """The kernel that computes a problem. ``reasons`` say why each number is what it is.
 
     ``max_blocks``: its blocks take one tile after the other and are no more than these; 0: a block for each tile.
-    ``counts_tiles``: they take the next one by a counter. ``dq_block_m``: query rows of a tile of the kernel that computes dq from
-    the start, beside this one; 0: this one adds it up.
+    ``counts_tiles``: they take the next one by a counter. ``dq_block_m``: query rows of a tile of the kernel that computes dq
+    from the start, beside this one; 0: this one adds it up.
     """
 
     tier: str

@@ -143,8 +143,8 @@ def dq_grid_of(problem: BackwardProblem, config: Config) -> int:
     tiles = num_dq_tiles(problem, config)
     grid = tiles * problem.batch_axis * problem.heads_q
     if grid > MAX_GRID:
-        raise ValueError(f"batch * heads * query tiles must be at most {MAX_GRID}; got {problem.batch_axis} * {problem.heads_q} * "
-                         f"{tiles}: split the batch")
+        raise ValueError(f"batch * heads * query tiles must be at most {MAX_GRID}; got {problem.batch_axis} * "
+                         f"{problem.heads_q} * {tiles}: split the batch")
     return min(grid, config.max_blocks) * (problem.seqlen_q > 0)
 
 

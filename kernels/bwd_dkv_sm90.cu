@@ -7,11 +7,12 @@
 // A block stays on its multiprocessor and computes one tile after the other: 64 keys of one key head, over all query heads of the
 // group and all their tiles of 64 queries that see the keys. One consumer has dV, the other dK:
 //   0: S^T = K Q^T, P = exp2(S - lse), dV += P^T dO        1: dP^T = V dO^T, dS = P * (dP - delta), dK += dS^T Q
-// P goes from one to the other through shared memory; the thread that wrote an element is that which needs it, 128 further on.
+// P goes from one to the other through shared memory, as float16 whatever the dtype and times 2^15: down to 2^-29 it keeps eleven
+// bits. The thread that needs an element is 128 behind the one that wrote it.
 // Of warpgroup 0 one warp plans tiles, one loads, and two prepare what has landed. A tile lies in slot i, a query tile in stage s:
 //   work_ready[i]: planner -> all, which tile is next               work_free[i]: all -> planner, they have done with it
 //   k_ready, v_ready: loader -> the consumer that multiplies by it  k_free, v_free: back, for the last time of this tile
-//   raw[s]:   loader -> all, Q and dO have landed                   q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
+//   raw[s]:   loader -> all, dO and half of Q have landed, all has  q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
 //   ready[s]: preparers -> consumers, the facts of rows are there and NaN has been taken from what has landed
 //   weights_ready: consumer 0 -> 1, P of a query tile               weights_free: back, it has been read
 // The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with the
@@ -33,16 +34,19 @@ struct Tile {
   int visits;                                   // query tiles of all heads; < 0: there are no more tiles
 };
 
-struct alignas(16) Quad { float x[4]; };
+constexpr float kLift = 32768.f, kLiftLog2 = 15.f;              // of P
+
+using OutLayout = PanelLayout<16, 64>;          // what a warp writes at a time
 
 struct alignas(1024) SharedStorage {
   u8 sK[OperandLayout::kBytes];
   u8 sV[OperandLayout::kBytes];
   u8 sQ[kStages][OperandLayout::kBytes];
   u8 sDO[kStages][OperandLayout::kBytes];
-  Quad sP[kRows / 8][128];                      // by thread; with the slope of the logits, where they have one
-  float lse[kStages][kRows], delta[kStages][kRows];             // RowFacts
-  u64 work_ready[kSlots], work_free[kSlots], k_ready, k_free, v_ready, v_free, raw[kStages], ready[kStages];
+  u8 sOut[kConsumers * 4][OutLayout::kBytes];
+  Chunk sP[kRows / 16][128];                    // by thread; with the slope of the logits, where they have one
+  float lse[kStages][kRows], delta[kStages][kRows];             // RowFacts, lifted: P becomes P * kLift, dP - delta is divided
+  u64 work_ready[kSlots], work_free[kSlots], k_ready, k_free, v_ready, v_free, raw[kStages][2], ready[kStages];
   u64 q_free[kStages], dout_free[kStages], weights_ready, weights_free;
   volatile Tile work[kSlots];
 };
@@ -135,9 +139,9 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
         if (acts) load_operand(s.sK, &p.k_map, s.k_ready, t.row_k, t.head_k, t.batch_axis);
       }
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
-      if (acts) load_operand(s.sDO[at.stage], &p.dout_map, s.raw[at.stage], row, head, t.batch_axis);
+      if (acts) load_operand(s.sDO[at.stage], &p.dout_map, s.raw[at.stage][0], row, head, t.batch_axis);
       mbarrier_wait(shared_address(&s.q_free[at.stage]), at.phase ^ 1);
-      if (acts) load_operand(s.sQ[at.stage], &p.q_map, s.raw[at.stage], row, head, t.batch_axis);
+      if (acts) load_halves(s.sQ[at.stage], &p.q_map, s.raw[at.stage][0], s.raw[at.stage][1], row, head, t.batch_axis);
       if (i == 0) {
         mbarrier_wait(shared_address(&s.v_free), kv.phase ^ 1);
         if (acts) load_operand(s.sV, &p.v_map, s.v_ready, t.row_k, t.head_k, t.batch_axis);
@@ -184,9 +188,12 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
       // Who has used dO and Q of the last stage has read its facts.
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
       mbarrier_wait(shared_address(&s.q_free[at.stage]), at.phase ^ 1);
-      s.lse[at.stage][preparer()] = facts.lse_log2;
-      s.delta[at.stage][preparer()] = facts.delta;
-      if (clears || separates) mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
+      s.lse[at.stage][preparer()] = facts.lse_log2 - kLiftLog2;
+      s.delta[at.stage][preparer()] = facts.delta / kLift;
+      if (clears || separates) {
+        mbarrier_wait(shared_address(&s.raw[at.stage][0]), at.phase);
+        mbarrier_wait(shared_address(&s.raw[at.stage][1]), at.phase);
+      }
       if (clears) {
         clear_rows(shared_address(s.sQ[at.stage]), rows);
         clear_rows(shared_address(s.sDO[at.stage]), rows);
@@ -228,32 +235,71 @@ DEV Facts facts_of(const float* x) {
   for (int n = 0; n < kRows / 8; n++) facts.pair[n] = lane_pair(x + n * 8);
   return facts;
 }
-// P in place of raw products, and to the other consumer, with the slope of the logits.
-DEV void exponentiate(Scores& rS, Quad (&sP)[kRows / 8][128], const HeadScore& score, const Facts& lse) {
+// P in place of raw products; and, packed, with the slope of the logits, what the other consumer needs of it.
+DEV void exponentiate(Scores& rS, Weights& rP, const HeadScore& score, const Facts& lse) {
   #pragma unroll
-  for (int n = 0; n < kRows / 8; n++) {
-    Quad weights;
+  for (int i = 0; i < kRows / 2; i += 2) {
+    float weights[2];
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float logit = score.logit(rS[4 * n + i]);
-      rS[4 * n + i] = weights.x[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -lse.pair[n].x[i % 2]));
-      if (HeadScore::kHasSlope) weights.x[i] *= score.slope(logit);
+    for (int j = 0; j < 2; j++) {
+      const float logit = score.logit(rS[i + j]);
+      rS[i + j] = weights[j] = exp2_fast(fmaf(logit, score.exponent_scale(), -lse.pair[i / 4].x[j]));
+      if (HeadScore::kHasSlope) weights[j] *= score.slope(logit);
     }
-    sP[n][thread_index() % 128] = weights;
+    rP[i / 8][i / 2 % 4] = pack2<half>(weights[0], weights[1]);
   }
 }
-DEV void read_weights(Scores& rP, const Quad (&sP)[kRows / 8][128]) {
+DEV void write_weights(Chunk (&sP)[kRows / 16][128], const Weights& rP) {
   #pragma unroll
-  for (int n = 0; n < kRows / 8; n++) {
-    const Quad weights = sP[n][thread_index() % 128];
+  for (int n = 0; n < kRows / 16; n++) sP[n][thread_index() % 128] = {{rP[n][0], rP[n][1], rP[n][2], rP[n][3]}};
+}
+DEV void read_weights(Weights& rP, const Chunk (&sP)[kRows / 16][128]) {
+  #pragma unroll
+  for (int n = 0; n < kRows / 16; n++) {
+    const Chunk c = sP[n][thread_index() % 128];
     #pragma unroll
-    for (int i = 0; i < 4; i++) rP[4 * n + i] = weights.x[i];
+    for (int i = 0; i < 4; i++) rP[n][i] = c.word[i];
   }
 }
 // dS in place of dP.
-DEV void softmax_gradient(Scores& rDP, const Scores& rP, const Facts& delta) {
+DEV void softmax_gradient(Scores& rDP, const Weights& rP, const Facts& delta) {
   #pragma unroll
-  for (int i = 0; i < kRows / 2; i++) rDP[i] = rP[i] * (rDP[i] - delta.pair[i / 4].x[i % 2]);
+  for (int i = 0; i < kRows / 2; i++) {
+    const float weight = to_real(half{(u16)(rP[i / 8][i / 2 % 4] >> i % 2 * 16)});
+    rDP[i] = weight * fmaf(rDP[i], 1 / kLift, -delta.pair[i / 4].x[i % 2]);
+  }
+}
+
+// Writes a gradient, a warp its 16 rows; those past `rows_used` are zeros. They go through shared memory: shuffles crawl beside
+// the products of the other consumer.
+DEV void write_gradient(u32 sOut, Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used, int cols) {
+  const u32 lane = thread_index() % 32;
+  #pragma unroll 1
+  for (int panel = 0; panel < OperandLayout::kPanels; panel++) {
+    __syncwarp();
+    #pragma unroll
+    for (int each = 0; each < OperandLayout::kPanels; each++) {
+      if (each != panel) continue;              // registers have no index
+      #pragma unroll
+      for (int n = 0; n < OutLayout::kCols / 16; n++) {
+        const int first = (each * OutLayout::kCols + n * 16) / 2;
+        u32 a[4];
+        #pragma unroll
+        for (int i = 0; i < 4; i++) a[i] = pack2<Element>(acc[first + 2 * i] * scale, acc[first + 2 * i + 1] * scale);
+        store_fragment<OutLayout>(sOut, 0, 2 * n, a);
+      }
+    }
+    __syncwarp();
+    #pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const int out_row = i + lane / 8, row = warp_row() + out_row, column = panel * OutLayout::kCols + lane % 8 * 8;
+      Chunk c = load_shared(sOut + OutLayout::offset(out_row, lane % 8));
+      if (kVarlen && row >= rows_used) c = {};
+      char* g = (char*)(dst + row * row_stride + column);
+      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g, c);
+      else if (row < rows) store_chunk<kOutVecBytes>(g, c, kWholeHeads ? 16 : (cols - column) * 2);
+    }
+  }
 }
 
 // A consumer, a warpgroup: 0 has dV, 1 has dK.
@@ -284,21 +330,21 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     int left = visits;
     // The keys' descriptors depend on the stage too, by nothing: computed before the loop they would not all find uniform
     // registers.
-    const auto start_scores = [&] {
-      multiply_rows(rS, descriptor_step(keys, at.stage / kStages * 16), descriptor_step(queries, at.stage * OperandLayout::kBytes));
-    };
+    const auto keys_at = [&] { return descriptor_step(keys, at.stage / kStages * 16); };
+    const auto queries_at = [&] { return descriptor_step(queries, at.stage * OperandLayout::kBytes); };
     const auto finish_scores = [&] {
       const bool is_masked = (visit.tile < full_begin) | (visit.tile >= full_end);
       const Facts facts = facts_of(kHasDV ? s.lse[at.stage] : s.delta[at.stage]);
+      Weights rP;
       if constexpr (kHasDV) {
         wgmma_wait<0>();
         wgmma_pin(rS);
         if (--left == 0 && speaks()) mbarrier_arrive(shared_address(&keys_free));
+        exponentiate(rS, rP, score, facts);
         mbarrier_wait(shared_address(&s.weights_free), handed.phase ^ 1);
-        exponentiate(rS, s.sP, score, facts);
+        write_weights(s.sP, rP);
         arrive_warp(s.weights_ready);
       } else {
-        Scores rP;
         mbarrier_wait(shared_address(&s.weights_ready), handed.phase);
         read_weights(rP, s.sP);
         arrive_warp(s.weights_free);
@@ -311,9 +357,9 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
       if (is_masked) apply_mask(rS, t, p, visit.tile * kRows);
       pack(rA, rS);
     };
-    const auto await_queries = [&] {
-      mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
-      mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
+    const auto await_queries = [&](int half) {
+      mbarrier_wait(shared_address(&s.raw[at.stage][half]), at.phase);
+      if (half == 0) mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
     };
     const auto start_sum = [&](u32 stage) { accumulate(acc, rA, descriptor_step(summed, stage * OperandLayout::kBytes)); };
     const auto finish_sum = [&](u32 stage) {
@@ -324,9 +370,11 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     if (visits > 0) {
       mbarrier_wait(shared_address(&keys_ready), kv.phase);
       kv.next();
-      await_queries();
+      await_queries(0);
+      await_queries(1);
       my_turn(kConsumer);
-      start_scores();
+      multiply_rows<0>(rS, keys_at(), queries_at());
+      multiply_rows<1>(rS, keys_at(), queries_at());
       your_turn(kConsumer);
       finish_scores();
       #pragma unroll 1
@@ -336,11 +384,13 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
         at.next();
         my_turn(kConsumer);
         start_sum(last);
-        await_queries();                        // Q of two query tiles before has been used half a turn ago
-        start_scores();
-        your_turn(kConsumer);
-        wgmma_wait<1>();
+        await_queries(0);                       // Q of two query tiles before has been used half a turn ago
+        multiply_rows<0>(rS, keys_at(), queries_at());
+        wgmma_wait<1>();                        // while this half is computed the last dO or Q is given back
         finish_sum(last);
+        await_queries(1);
+        multiply_rows<1>(rS, keys_at(), queries_at());
+        your_turn(kConsumer);
         finish_scores();
       }
       my_turn(kConsumer);
@@ -351,8 +401,9 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
       at.next();
     }
     const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
-    if (kHasDV) write_gradient(t.gDV, p.dv_strides.row, acc, 1.f, rows, rows_used, p.head_dim_v);
-    else write_gradient(t.gDK, p.dk_strides.row, acc, (float)p.softmax_scale, rows, rows_used, p.head_dim);
+    const u32 out = shared_address(s.sOut[kConsumer * 4 + thread_index() / 32 % 4]);
+    if (kHasDV) write_gradient(out, t.gDV, p.dv_strides.row, acc, 1 / kLift, rows, rows_used, p.head_dim_v);
+    else write_gradient(out, t.gDK, p.dk_strides.row, acc, (float)p.softmax_scale, rows, rows_used, p.head_dim);
     arrive_warp(s.work_free[slot.stage]);
   }
 }
@@ -368,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
       mbarrier_init(shared_address(&s.work_free[i]), 1 + kPreparers + kConsumers * 4);
     }
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(shared_address(&s.raw[i]), 2);              // Q and dO
+      mbarrier_init(shared_address(&s.raw[i][0]), 2);           // dO, half of Q
+      mbarrier_init(shared_address(&s.raw[i][1]), 1);
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.q_free[i]), 1);
       mbarrier_init(shared_address(&s.dout_free[i]), 1);

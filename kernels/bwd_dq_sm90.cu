@@ -9,8 +9,8 @@
 // stage v:
 //   work_ready[i]: planner -> all, which tile is next              work_free[i]: all -> planner, they have done with it
 //   q_ready[c], dout_ready[c]: loader -> consumer c                q_free[c], dout_free[c]: back, they have been multiplied
-//   k_raw[s]:   loader -> all, K has landed                        k_ready[s]: preparers -> consumers, NaN has been taken from it
-//   v_ready[v]: loader -> consumers, V has landed                  k_free[s], v_free[v]: consumers -> loader, all have used it
+//   k_raw[s]:   loader -> all, halves of K have landed             k_ready[s]: preparers -> consumers, NaN has been taken from it
+//   v_ready[v]: loader -> consumers, halves of V have landed       k_free[s], v_free[v]: consumers -> loader, all have used it
 // The consumers take turns to start products: dQ of a key tile, then S and dP of the next. K, which both ends of a turn need, has
 // two stages, V of 256 columns finds place for one. What was tried: docs/bwd256_sm90.md.
 // A key tile is masked only if it is partial. Not here: arrays that TMA cannot address (bwd_sm80).
@@ -40,7 +40,7 @@ struct alignas(1024) SharedStorage {
   u8 sV[kStagesV][OperandLayout::kBytes];
   float key_poison[kStages][kRows];             // NaN for a key whose K held NaN or Inf; of partial tiles under a mask
   u64 work_ready[kSlots], work_free[kSlots], q_ready[kConsumers], q_free[kConsumers], dout_ready[kConsumers];
-  u64 dout_free[kConsumers], k_raw[kStages], k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
+  u64 dout_free[kConsumers], k_raw[kStages][2], k_ready[kStages], k_free[kStages], v_ready[kStagesV][2], v_free[kStagesV];
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -134,14 +134,14 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     for (int tile = end - 1; tile >= begin; tile--) {
       const int row = t.row_k + tile * kRows;
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
-      if (acts) load_operand(s.sK[k.stage], &p.k_map, s.k_raw[k.stage], row, t.head_k, t.batch_axis);
+      if (acts) load_halves(s.sK[k.stage], &p.k_map, s.k_raw[k.stage][0], s.k_raw[k.stage][1], row, t.head_k, t.batch_axis);
       if (tile == end - 1) {
         load_q(0);
         load_dout(0);
         load_q(1);
       }
       mbarrier_wait(shared_address(&s.v_free[v.stage]), v.phase ^ 1);
-      if (acts) load_operand(s.sV[v.stage], &p.v_map, s.v_ready[v.stage], row, t.head_k, t.batch_axis);
+      if (acts) load_halves(s.sV[v.stage], &p.v_map, s.v_ready[v.stage][0], s.v_ready[v.stage][1], row, t.head_k, t.batch_axis);
       if (tile == end - 1) {
         load_dout(1);
         q.next();
@@ -170,7 +170,8 @@ DEV void prepare_tiles(SharedStorage& s) {
       const u32 keys = shared_address(s.sK[k.stage]);
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
       if (t.is_partial(tile)) {
-        mbarrier_wait(shared_address(&s.k_raw[k.stage]), k.phase);
+        mbarrier_wait(shared_address(&s.k_raw[k.stage][0]), k.phase);
+        mbarrier_wait(shared_address(&s.k_raw[k.stage][1]), k.phase);
         if (kVarlen) clear_rows(keys, t.seqlen_k - tile * kRows);
         if (kHasMask) {
           static_assert(kPreparing == kRows, "a key for a thread");
@@ -237,6 +238,29 @@ DEV void apply_mask(Scores& rDS, const volatile Tile& t, const BwdParams& p, con
   }
 }
 
+// Writes dQ, a warp its 16 rows; those past `rows_used` are zeros.
+DEV void write_dq(Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used, int cols) {
+  const u32 lane = thread_index() % 32;
+  const int column = lane % 4 * 8;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = warp_row() + r * 8 + lane / 4;
+    char* g = (char*)(dst + row * row_stride + column);
+    #pragma unroll
+    for (int d = 0; d < kHeadDim / 8; d += 4) {
+      u32 word[4];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
+        if (kVarlen && row >= rows_used) word[j] = 0;
+      }
+      const Chunk c = transpose_quad(word, lane % 4);
+      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
+      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
+    }
+  }
+}
+
 // A consumer, a warpgroup.
 DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const HeadScore score = kept(HeadScore(p));
@@ -259,18 +283,22 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Scores rS, rDP;
     Weights rDS;
     int tile = end - 1;
-    const auto await_k = [&] {
-      mbarrier_wait(shared_address(&s.k_raw[k_ring.stage]), k_ring.phase);
-      if (kPrepares) mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
+    const auto await_k = [&](int half) {
+      mbarrier_wait(shared_address(&s.k_raw[k_ring.stage][half]), k_ring.phase);
+      if (kPrepares && half == 0) mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
     };
+    const auto await_v = [&](int half) { mbarrier_wait(shared_address(&s.v_ready[v_ring.stage][half]), v_ring.phase); };
     // The descriptors of Q, dO and V depend on the stage too, by nothing: computed before the loop they would not all find uniform
     // registers.
     const auto nothing = [&] { return k_ring.stage / kStages * 16; };
-    const auto start_s = [&] {
-      multiply_rows(rS, descriptor_step(q, nothing()), descriptor_step(k, k_ring.stage * OperandLayout::kBytes));
-    };
+    const auto q_at = [&] { return descriptor_step(q, nothing()); };
+    const auto k_at = [&] { return descriptor_step(k, k_ring.stage * OperandLayout::kBytes); };
     const auto start_dp = [&] {
-      multiply_rows(rDP, descriptor_step(dout, nothing()), descriptor_step(v, v_ring.stage * OperandLayout::kBytes + nothing()));
+      const u64 a = descriptor_step(dout, nothing()), b = descriptor_step(v, v_ring.stage * OperandLayout::kBytes + nothing());
+      await_v(0);
+      multiply_rows<0>(rDP, a, b);
+      await_v(1);
+      multiply_rows<1>(rDP, a, b);
     };
     const auto start_dq = [&](u32 stage) { accumulate(acc, rDS, descriptor_step(k, stage * OperandLayout::kBytes)); };
     const auto finish_dq = [&](u32 stage) {
@@ -278,30 +306,31 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       if (speaks()) mbarrier_arrive(shared_address(&s.k_free[stage]));
     };
     const auto finish_scores = [&] {
-      wgmma_wait<1>();
+      wgmma_wait<0>();                          // nothing before it: the exponentials would keep V from its place
       wgmma_pin(rS);
-      if (tile == begin && speaks()) mbarrier_arrive(shared_address(&s.q_free[consumer]));
-      exponentiate(rS, score, rows);
-      wgmma_pin(rS);                            // before dP is there
-      wgmma_wait<0>();
       wgmma_pin(rDP);
       if (speaks()) {
         mbarrier_arrive(shared_address(&s.v_free[v_ring.stage]));
-        if (tile == begin) mbarrier_arrive(shared_address(&s.dout_free[consumer]));
+        if (tile == begin) {
+          mbarrier_arrive(shared_address(&s.q_free[consumer]));
+          mbarrier_arrive(shared_address(&s.dout_free[consumer]));
+        }
       }
       v_ring.next();
+      exponentiate(rS, score, rows);
       softmax_gradient(rDP, rS, rows);
       if ((tile < full_begin) | (tile >= full_end)) apply_mask(rDP, t, p, s.key_poison[k_ring.stage], consumer, tile * kRows);
       pack(rDS, rDP);
     };
 
     if (begin < end) {
-      await_k();
+      await_k(0);
+      await_k(1);
       mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
       my_turn(consumer);
-      start_s();
+      multiply_rows<0>(rS, q_at(), k_at());
+      multiply_rows<1>(rS, q_at(), k_at());
       mbarrier_wait(shared_address(&s.dout_ready[consumer]), q_ring.phase);
-      mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
       start_dp();
       your_turn(consumer);
       q_ring.next();
@@ -312,13 +341,14 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         k_ring.next();
         my_turn(consumer);
         start_dq(last);
-        await_k();
-        start_s();
-        mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+        await_k(0);
+        multiply_rows<0>(rS, q_at(), k_at());
+        wgmma_wait<1>();                        // while this half is computed the last K is given back
+        finish_dq(last);
+        await_k(1);
+        multiply_rows<1>(rS, q_at(), k_at());
         start_dp();
         your_turn(consumer);
-        wgmma_wait<2>();
-        finish_dq(last);
         finish_scores();
       }
       my_turn(consumer);
@@ -329,8 +359,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       k_ring.next();
     }
     const int row = consumer * kRows;
-    write_gradient(t.gDQ + row * p.dq_strides.row, p.dq_strides.row, acc, (float)p.softmax_scale, t.rows - row,
-                   t.seqlen_q - t.first_row - row, p.head_dim);
+    write_dq(t.gDQ + row * p.dq_strides.row, p.dq_strides.row, acc, (float)p.softmax_scale, t.rows - row,
+             t.seqlen_q - t.first_row - row, p.head_dim);
     arrive_warp(s.work_free[slot.stage]);
   }
 }
@@ -352,12 +382,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
       mbarrier_init(shared_address(&s.dout_free[i]), 1);
     }
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(shared_address(&s.k_raw[i]), 1);
+      mbarrier_init(shared_address(&s.k_raw[i][0]), 1);
+      mbarrier_init(shared_address(&s.k_raw[i][1]), 1);
       mbarrier_init(shared_address(&s.k_ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.k_free[i]), kConsumers);
     }
     for (int i = 0; i < kStagesV; i++) {
-      mbarrier_init(shared_address(&s.v_ready[i]), 1);
+      mbarrier_init(shared_address(&s.v_ready[i][0]), 1);
+      mbarrier_init(shared_address(&s.v_ready[i][1]), 1);
       mbarrier_init(shared_address(&s.v_free[i]), kConsumers);
     }
     mbarrier_init_fence();

@@ -18,7 +18,8 @@ from cuflash.config import DEVICES, choose, kernels_of
 from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Problem
 
 CALLS = ("bwd", "decode", "fwd")
-TIERED = tuple(sorted(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))
+WIDE = ("bwd_dkv_sm90", "bwd_dq_sm90")  # dk and dv of wide heads, and their dq
+TIERED = tuple(sorted((*WIDE, *(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))))
 KERNELS = tuple(sorted((*TIERED, "bwd_cast", "bwd_delta", "decode_combine", "merge", "varlen_tiles")))
 OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
 SIXTEEN_BIT = ("float16", "bfloat16")
@@ -234,6 +235,15 @@ def hopper_gradient_groups(arch):
     for head_dim, head_dim_v, out in ((40, 72, 16), (128, 20, 8), (8, 64, 4), (96, 90, 2)):
         stated = backward("float16", head_dim, head_dim_v, "causal", out_alignment=out)
         yield "unequal gradients on Hopper", stated, True
+    # Two kernels of their own, which have nothing to do for deterministic sums.
+    for head_dim, mask, varlen in itertools.product((192, 256), MASKS, (False, True)):
+        stated = backward("float16" if varlen else "bfloat16", head_dim, mask=mask, varlen=varlen)
+        yield f"gradients of {head_dim} on Hopper", stated, True
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "options of gradients of 256 on Hopper", backward("bfloat16", 256, mask=mask, score=score), True
+    for head_dim, head_dim_v, out in ((136, 72, 16), (128, 180, 8), (8, 254, 4), (192, 129, 2)):
+        stated = backward("float16", head_dim, head_dim_v, "causal", "softcap", varlen=True, out_alignment=out)
+        yield "unequal wide gradients on Hopper", stated, True
 
 
 def plain_gradient_groups(arch):
@@ -378,7 +388,14 @@ def some_variants() -> dict[str, config.Kernel]:
     """A variant of each kernel."""
     made, device = {}, DEVICES["sm_90"]
     for tier, stated in itertools.product(
-        config.TIERS, (problem("float16", 32), backward("float16", 32, varlen=True), decode("float16", 32), latent("float16"))
+        config.TIERS,
+        (
+            problem("float16", 32),
+            backward("float16", 32, varlen=True),
+            backward("float16", 256),
+            decode("float16", 32),
+            latent("float16"),
+        ),
     ):
         if config.refusal(tier, stated, device) is None:
             made |= {kernel.kernel: kernel for kernel in kernels_of(stated, choose(stated, device, tier))}
@@ -467,6 +484,9 @@ def test_the_variants_meet_every_value_of_every_constant():
     assert values["bwd_sm80", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     assert values["bwd_sm90", "HEAD_DIM"] == {64, 96, 128} and values["bwd_sm90", "DTYPE"] == {0, 1}
     assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values["bwd_sm90", "WHOLE_HEADS"] == {0, 1}
+    for kernel in WIDE:
+        assert values[kernel, "HEAD_DIM"] == {192, 256} and values[kernel, "DTYPE"] == {0, 1}
+        assert values[kernel, "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values[kernel, "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_delta", "COUNTS_TILES"] == {0, 1}
     for kernel in OF_DECODING:
         for name in ("PAGED", "APPENDS", "FIXED_SPLITS"):
@@ -543,13 +563,14 @@ def test_instructions_of_one_arch_need_its_name(kernel):
     "kernel, head_dim",
     [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)]
     + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)]
+    + [(kernel, head_dim) for kernel in WIDE for head_dim in (192, 256)]
     + [("decode_sm90", 512)],
 )
 def test_registers_that_warpgroups_hand_over_are_those_of_the_launch(kernel, head_dim):
     """A warpgroup that asks for more registers than a block has left waits for ever; a count must be a multiple of 8."""
-    call, _, tier = kernel.partition("_")
-    chosen = choose({"fwd": problem, "bwd": backward, "decode": latent}[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
-    assert chosen.kernel == kernel
+    call, tier = kernel.split("_")[0], kernel.split("_")[-1]
+    stated = {"fwd": problem, "bwd": backward, "decode": latent}[call]("bfloat16", head_dim)
+    (chosen,) = (made for made in kernels_of(stated, choose(stated, DEVICES["sm_90"], tier)) if made.kernel == kernel)
     constants = launch.kernel_constants(chosen)
     ptx = jit.build(kernel, constants, "compute_90a").cubin.decode()
     changes = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+);", ptx)
@@ -621,13 +642,14 @@ def test_every_field_of_the_params_is_checked():
 
 
 def test_tensor_maps_follow_the_params_in_one_order():
-    for kernel, params, names in (
-        ("fwd_sm90.cu", "FwdParams", launch._TENSOR_MAPS[:3]),
-        ("bwd_sm90.cu", "BwdParams", launch._TENSOR_MAPS),
+    for kernel, params, head_dim, names in (
+        ("fwd_sm90.cu", "FwdParams", 64, launch._TENSOR_MAPS[:3]),
+        ("bwd_sm90.cu", "BwdParams", 64, launch._TENSOR_MAPS),
+        ("attn/bwd_wgmma.cuh", "BwdParams", 256, launch._TENSOR_MAPS),
     ):
         maps = re.search(rf"struct TmaParams : {params} \{{ TensorMap ([^;]+); \}};", code_of(kernel))
         assert maps[1].split(", ") == [f"{name}_map" for name in names]
-        made = (problem if params == "FwdParams" else backward)("float16", 64)
+        made = (problem if params == "FwdParams" else backward)("float16", head_dim)
         assert tuple(launch.boxes_of(choose(made, DEVICES["sm_90"]))) == names
     words = re.search(r"struct alignas\(64\) TensorMap \{ u64 words\[(\d+)\]; \};", code_of("ptx/tma.cuh"))
     assert 8 * int(words[1]) == tma.MAP_BYTES

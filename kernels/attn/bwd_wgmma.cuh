@@ -51,6 +51,17 @@ DEV void load_operand(const u8* tile, const TensorMap* map, u64& barrier, int ro
   mbarrier_expect(shared_address(&barrier), OperandLayout::kBytes);
   load_tile<OperandLayout>(shared_address(tile), map, shared_address(&barrier), row, head, batch);
 }
+// The same in two halves, of panels, each with its barrier: a product begins with the first.
+constexpr int kFirstPanels = OperandLayout::kPanels / 2;
+DEV void load_halves(const u8* tile, const TensorMap* map, u64& first, u64& second, int row, int head, int batch) {
+  #pragma unroll 1
+  for (int i = 0; i < OperandLayout::kPanels; i++) {
+    const u32 barrier = shared_address(i < kFirstPanels ? &first : &second);
+    if (i == 0) mbarrier_expect(barrier, kFirstPanels * OperandLayout::kPanelBytes);
+    if (i == kFirstPanels) mbarrier_expect(barrier, OperandLayout::kBytes - kFirstPanels * OperandLayout::kPanelBytes);
+    tma_load(shared_address(tile) + i * OperandLayout::kPanelBytes, map, barrier, i * OperandLayout::kPanel, row, head, batch);
+  }
+}
 DEV void prefetch_operand(const TensorMap* map, int row, int head, int batch) {
   #pragma unroll 1
   for (int i = 0; i < OperandLayout::kPanels; i++) tma_prefetch(map, i * OperandLayout::kPanel, row, head, batch);
@@ -80,12 +91,12 @@ using Gradient = float[kHeadDim / 2];
 DEV u64 descriptor_of(const u8* tile) {
   return wgmma_descriptor<OperandLayout::kSwizzleBytes>(shared_address(tile), OperandLayout::kPanelBytes);
 }
-// Starts a product of the rows of `a` with those of `b`.
-DEV void multiply_rows(Scores& rS, u64 a, u64 b) {
+// Starts half of a product of the rows of `a` with those of `b`: of their first panels, or of the others.
+template <int kHalf> DEV void multiply_rows(Scores& rS, u64 a, u64 b) {
+  constexpr int kSteps = OperandLayout::kPanel / 16;
   wgmma_fence();
   #pragma unroll
-  for (int d = 0; d < kHeadDim / 16; d++) {
-    constexpr int kSteps = OperandLayout::kPanel / 16;
+  for (int d = kHalf ? kFirstPanels * kSteps : 0; d < (kHalf ? kHeadDim / 16 : kFirstPanels * kSteps); d++) {
     const u32 step = d / kSteps * OperandLayout::kPanelBytes + d % kSteps * 32;
     wgmma_ss<Element>(rS, descriptor_step(a, step), descriptor_step(b, step), d > 0);
   }
@@ -125,26 +136,3 @@ DEV void arrive_warp(u64& barrier) {
 // This lane's two of the eight numbers from `x` on: the columns of an accumulator.
 struct alignas(8) Pair { float x[2]; };
 DEV Pair lane_pair(const float* x) { return *(const Pair*)(x + thread_index() % 4 * 2); }
-
-// Writes a gradient, a warp its 16 rows; those past `rows_used` are zeros.
-DEV void write_gradient(Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used, int cols) {
-  const u32 lane = thread_index() % 32;
-  const int column = lane % 4 * 8;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = warp_row() + r * 8 + lane / 4;
-    char* g = (char*)(dst + row * row_stride + column);
-    #pragma unroll
-    for (int d = 0; d < kHeadDim / 8; d += 4) {
-      u32 word[4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
-        if (kVarlen && row >= rows_used) word[j] = 0;
-      }
-      const Chunk c = transpose_quad(word, lane % 4);
-      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
-      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
-    }
-  }
-}
