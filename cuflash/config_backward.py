@@ -128,9 +128,9 @@ def _wide_smem(head_dim: int) -> tuple[int, int]:
     rows; barriers; tiles of the launch. And of bwd_dq_sm90.cu: Q and dO of two warpgroups, two stages of K, V; whether keys are
     finite; barriers; tiles."""
     operand, stages, slots, stages_v = 2 * _WIDE_ROWS * head_dim, 2, 2, _WIDE_STAGES_V[head_dim]
-    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 5 * stages + 6)
+    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 6 * stages + 6)
            + slots * _WIDE_LISTED)
-    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 4 * stages + 3 * stages_v)
+    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 3 * stages + 2 * stages_v)
           + slots * _WIDE_DQ_LISTED)
     return round_up(dkv, 1024), round_up(dq, 1024)
 
@@ -152,7 +152,7 @@ def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
     reasons = (
         f"block_n = {_WIDE_ROWS}  # dk of 64 keys fills the registers of a warpgroup, dv of another; dq has a kernel of its own: "
         "seven products instead of five, and nothing is summed in memory",
-        f"block_m = {_WIDE_ROWS}  # two stages of Q and dO take {256 * _WIDE_ROWS * 2 * head_dim // 65536} KiB",
+        f"block_m = {_WIDE_ROWS}  # two stages of Q and dO take {2 * 2 * 2 * _WIDE_ROWS * head_dim // 1024} KiB",
         f"dq_block_m = {_WIDE_DQ_ROWS}  # of bwd_dq_sm90: two warpgroups own 64 rows each; key tiles of 64",
         f"smem_bytes = {smem}  # and {dq_smem} of bwd_dq_sm90; a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",

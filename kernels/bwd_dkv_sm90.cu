@@ -3,20 +3,21 @@
 //   q, dout [batch, seqlen_q, heads_q, ..], k, v [batch, seqlen_k, heads_k, ..], rows (bwd_delta)  ->  dk, dv
 //
 // dK and dV of 64 keys and 256 columns fill the registers of two warpgroups, and dQ finds no place beside them: bwd_dq_sm90
-// computes it from the start. Seven products instead of five, but nothing is added up in memory, and the bits are always the same.
-// A block stays on its multiprocessor and computes one tile after the other: 64 keys of one key head, over all query heads of the
-// group and all their tiles of 64 queries that see the keys. One consumer has dV, the other dK:
+// computes it from the start. Seven products instead of five, but nothing is added up in memory: the bits are always the same.
+// A block stays on its multiprocessor and computes one tile after the other: 64 keys of one key head, over all query heads of
+// the group and all their tiles of 64 queries that see the keys. One consumer has dV, the other dK:
 //   0: S^T = K Q^T, P = exp2(S - lse), dV += P^T dO        1: dP^T = V dO^T, dS = P * (dP - delta), dK += dS^T Q
-// P goes from one to the other through shared memory, as float16 whatever the dtype and times 2^15: down to 2^-29 it keeps eleven
-// bits. The thread that needs an element is 128 behind the one that wrote it.
-// Of warpgroup 0 one warp plans tiles, one loads, and two prepare what has landed. A tile lies in slot i, a query tile in stage s:
+// P goes from one to the other through shared memory, as float16 whatever the dtype and times 2^15: down to 2^-29 it keeps
+// eleven bits. The thread that needs an element is 128 behind the one that wrote it.
+// Of warpgroup 0 one warp plans tiles, one loads, and two prepare what has landed. A tile lies in slot i, a query tile in stage
+// s:
 //   work_ready[i]: planner -> all, which tile is next               work_free[i]: all -> planner, they have done with it
 //   k_ready, v_ready: loader -> the consumer that multiplies by it  k_free, v_free: back, for the last time of this tile
 //   raw[s]:   loader -> all, dO and half of Q have landed, all has  q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
 //   ready[s]: preparers -> consumers, the facts of rows are there and NaN has been taken from what has landed
 //   weights_ready: consumer 0 -> 1, P of a query tile               weights_free: back, it has been read
-// The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with the
-// gradient of the last query tile, so that dO and Q of that are free the sooner. What was tried: docs/bwd256_sm90.md.
+// The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with
+// the gradient of the last query tile, so that dO and Q of that are free the sooner. What was tried: docs/bwd256_sm90.md.
 // A query tile is masked only if it is partial. Not here: arrays that TMA cannot address (bwd_sm80).
 #include "attn/bwd_wgmma.cuh"
 
@@ -47,13 +48,13 @@ struct alignas(1024) SharedStorage {
   Chunk sP[kRows / 16][128];                    // by thread; with the slope of the logits, where they have one
   float lse[kStages][kRows], delta[kStages][kRows];             // RowFacts, lifted: P becomes P * kLift, dP - delta is divided
   u64 work_ready[kSlots], work_free[kSlots], k_ready, k_free, v_ready, v_free, raw[kStages][2], ready[kStages];
-  u64 q_free[kStages], dout_free[kStages], weights_ready, weights_free;
+  u64 q_free[kStages][2], dout_free[kStages], weights_ready, weights_free;
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
-// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with the
-// same one, and in step find it in the L2 cache.
+// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with
+// the same one, and in step find it in the L2 cache.
 struct Visit {
   int head, tile;
   DEV void advance(int begin, int end) {
@@ -140,8 +141,10 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
       }
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
       if (acts) load_operand(s.sDO[at.stage], &p.dout_map, s.raw[at.stage][0], row, head, t.batch_axis);
-      mbarrier_wait(shared_address(&s.q_free[at.stage]), at.phase ^ 1);
-      if (acts) load_halves(s.sQ[at.stage], &p.q_map, s.raw[at.stage][0], s.raw[at.stage][1], row, head, t.batch_axis);
+      mbarrier_wait(shared_address(&s.q_free[at.stage][0]), at.phase ^ 1);
+      if (acts) load_half<0>(s.sQ[at.stage], &p.q_map, s.raw[at.stage][0], row, head, t.batch_axis);
+      mbarrier_wait(shared_address(&s.q_free[at.stage][1]), at.phase ^ 1);
+      if (acts) load_half<1>(s.sQ[at.stage], &p.q_map, s.raw[at.stage][1], row, head, t.batch_axis);
       if (i == 0) {
         mbarrier_wait(shared_address(&s.v_free), kv.phase ^ 1);
         if (acts) load_operand(s.sV, &p.v_map, s.v_ready, t.row_k, t.head_k, t.batch_axis);
@@ -187,7 +190,7 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
       const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kRows;
       // Who has used dO and Q of the last stage has read its facts.
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
-      mbarrier_wait(shared_address(&s.q_free[at.stage]), at.phase ^ 1);
+      mbarrier_wait(shared_address(&s.q_free[at.stage][1]), at.phase ^ 1);
       s.lse[at.stage][preparer()] = facts.lse_log2 - kLiftLog2;
       s.delta[at.stage][preparer()] = facts.delta / kLift;
       if (clears || separates) {
@@ -272,7 +275,8 @@ DEV void softmax_gradient(Scores& rDP, const Weights& rP, const Facts& delta) {
 
 // Writes a gradient, a warp its 16 rows; those past `rows_used` are zeros. They go through shared memory: shuffles crawl beside
 // the products of the other consumer.
-DEV void write_gradient(u32 sOut, Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used, int cols) {
+DEV void write_gradient(u32 sOut, Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used,
+                        int cols) {
   const u32 lane = thread_index() % 32;
   #pragma unroll 1
   for (int panel = 0; panel < OperandLayout::kPanels; panel++) {
@@ -310,7 +314,6 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
   const u64 keys = descriptor_of(kHasDV ? s.sK : s.sV);
   const u64 queries = descriptor_of(kHasDV ? s.sQ[0] : s.sDO[0]), summed = descriptor_of(kHasDV ? s.sDO[0] : s.sQ[0]);
   u64 &keys_ready = kHasDV ? s.k_ready : s.v_ready, &keys_free = kHasDV ? s.k_free : s.v_free;
-  u64 (&summed_free)[kStages] = kHasDV ? s.dout_free : s.q_free;
   Ring<kSlots> slot;
   Ring<kStages> at;
   Ring<1> kv, handed;
@@ -321,7 +324,8 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
     if (visits < 0) return;
-    const int begin = uniform(t.begin), end = uniform(t.end), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+    const int begin = uniform(t.begin), end = uniform(t.end);
+    const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     Gradient acc;
     clear(acc);
     Scores rS;
@@ -361,10 +365,21 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
       mbarrier_wait(shared_address(&s.raw[at.stage][half]), at.phase);
       if (half == 0) mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
     };
-    const auto start_sum = [&](u32 stage) { accumulate(acc, rA, descriptor_step(summed, stage * OperandLayout::kBytes)); };
+    const auto give_back = [&](u64& barrier) { if (speaks()) mbarrier_arrive(shared_address(&barrier)); };
+    const auto start_sum = [&](u32 stage) {
+      const u64 rows = descriptor_step(summed, stage * OperandLayout::kBytes);
+      if constexpr (kHasDV) {
+        accumulate(acc, rA, rows);
+      } else {                                  // Q is waited for: half of it goes back while the other is multiplied
+        accumulate_half<0>(acc, rA, rows);
+        accumulate_half<1>(acc, rA, rows);
+        wgmma_wait<1>();
+        give_back(s.q_free[stage][0]);
+      }
+    };
     const auto finish_sum = [&](u32 stage) {
       wgmma_pin(acc);
-      if (speaks()) mbarrier_arrive(shared_address(&summed_free[stage]));
+      give_back(kHasDV ? s.dout_free[stage] : s.q_free[stage][1]);
     };
 
     if (visits > 0) {
@@ -422,7 +437,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
       mbarrier_init(shared_address(&s.raw[i][0]), 2);           // dO, half of Q
       mbarrier_init(shared_address(&s.raw[i][1]), 1);
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
-      mbarrier_init(shared_address(&s.q_free[i]), 1);
+      mbarrier_init(shared_address(&s.q_free[i][0]), 1);
+      mbarrier_init(shared_address(&s.q_free[i][1]), 1);
       mbarrier_init(shared_address(&s.dout_free[i]), 1);
     }
     mbarrier_init(shared_address(&s.k_ready), 1);

@@ -9,10 +9,11 @@
 // stage v:
 //   work_ready[i]: planner -> all, which tile is next              work_free[i]: all -> planner, they have done with it
 //   q_ready[c], dout_ready[c]: loader -> consumer c                q_free[c], dout_free[c]: back, they have been multiplied
-//   k_raw[s]:   loader -> all, halves of K have landed             k_ready[s]: preparers -> consumers, NaN has been taken from it
-//   v_ready[v]: loader -> consumers, halves of V have landed       k_free[s], v_free[v]: consumers -> loader, all have used it
-// The consumers take turns to start products: dQ of a key tile, then S and dP of the next. K, which both ends of a turn need, has
-// two stages, V of 256 columns finds place for one. What was tried: docs/bwd256_sm90.md.
+//   k_raw[s]:   loader -> all, K has landed                      k_ready[s]: preparers -> consumers, NaN has been taken from it
+//   v_ready[v]: loader -> consumers, V has landed                k_free[s], v_free[v]: consumers -> loader, all have used it
+// The consumers take turns to start products: first dQ of a key tile and S of the next, then dP of that. K has two stages, V of
+// 256 columns finds place for one: between both consumers' dP of a key tile and those of the next lie four other products, in
+// which it is loaded. What was tried: docs/bwd256_sm90.md.
 // A key tile is masked only if it is partial. Not here: arrays that TMA cannot address (bwd_sm80).
 #include "attn/bwd_wgmma.cuh"
 
@@ -40,7 +41,7 @@ struct alignas(1024) SharedStorage {
   u8 sV[kStagesV][OperandLayout::kBytes];
   float key_poison[kStages][kRows];             // NaN for a key whose K held NaN or Inf; of partial tiles under a mask
   u64 work_ready[kSlots], work_free[kSlots], q_ready[kConsumers], q_free[kConsumers], dout_ready[kConsumers];
-  u64 dout_free[kConsumers], k_raw[kStages][2], k_ready[kStages], k_free[kStages], v_ready[kStagesV][2], v_free[kStagesV];
+  u64 dout_free[kConsumers], k_raw[kStages], k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -134,14 +135,14 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     for (int tile = end - 1; tile >= begin; tile--) {
       const int row = t.row_k + tile * kRows;
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
-      if (acts) load_halves(s.sK[k.stage], &p.k_map, s.k_raw[k.stage][0], s.k_raw[k.stage][1], row, t.head_k, t.batch_axis);
+      if (acts) load_operand(s.sK[k.stage], &p.k_map, s.k_raw[k.stage], row, t.head_k, t.batch_axis);
       if (tile == end - 1) {
         load_q(0);
         load_dout(0);
         load_q(1);
       }
       mbarrier_wait(shared_address(&s.v_free[v.stage]), v.phase ^ 1);
-      if (acts) load_halves(s.sV[v.stage], &p.v_map, s.v_ready[v.stage][0], s.v_ready[v.stage][1], row, t.head_k, t.batch_axis);
+      if (acts) load_operand(s.sV[v.stage], &p.v_map, s.v_ready[v.stage], row, t.head_k, t.batch_axis);
       if (tile == end - 1) {
         load_dout(1);
         q.next();
@@ -170,8 +171,7 @@ DEV void prepare_tiles(SharedStorage& s) {
       const u32 keys = shared_address(s.sK[k.stage]);
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
       if (t.is_partial(tile)) {
-        mbarrier_wait(shared_address(&s.k_raw[k.stage][0]), k.phase);
-        mbarrier_wait(shared_address(&s.k_raw[k.stage][1]), k.phase);
+        mbarrier_wait(shared_address(&s.k_raw[k.stage]), k.phase);
         if (kVarlen) clear_rows(keys, t.seqlen_k - tile * kRows);
         if (kHasMask) {
           static_assert(kPreparing == kRows, "a key for a thread");
@@ -216,7 +216,8 @@ DEV void softmax_gradient(Scores& rDP, const Scores& rP, const Rows& rows) {
   for (int i = 0; i < kRows / 2; i++) rDP[i] = rP[i] * (rDP[i] - rows.delta[i / 2 % 2]);
 }
 // 0 for pairs that do not see each other, whatever it was, and NaN for those of poisoned keys.
-DEV void apply_mask(Scores& rDS, const volatile Tile& t, const BwdParams& p, const float* key_poison, int consumer, int first_key) {
+DEV void apply_mask(Scores& rDS, const volatile Tile& t, const BwdParams& p, const float* key_poison, int consumer,
+                    int first_key) {
   const HeadMask mask(p, t.seqlen_q, t.seqlen_k);
   const int lane = thread_index() % 32, lane_key = first_key + lane % 4 * 2;
   int begin[2], end[2];
@@ -275,7 +276,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   for (;; slot.next()) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const volatile Tile& t = s.work[slot.stage];
-    const int begin = uniform(t.begin), end = uniform(t.end), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+    const int begin = uniform(t.begin), end = uniform(t.end);
+    const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     if (end < 0) return;
     const Rows rows = rows_of(t, consumer);
     Gradient acc;
@@ -283,73 +285,76 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Scores rS, rDP;
     Weights rDS;
     int tile = end - 1;
-    const auto await_k = [&](int half) {
-      mbarrier_wait(shared_address(&s.k_raw[k_ring.stage][half]), k_ring.phase);
-      if (kPrepares && half == 0) mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
+    const auto await_k = [&] {
+      mbarrier_wait(shared_address(&s.k_raw[k_ring.stage]), k_ring.phase);
+      if (kPrepares) mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
     };
-    const auto await_v = [&](int half) { mbarrier_wait(shared_address(&s.v_ready[v_ring.stage][half]), v_ring.phase); };
-    // The descriptors of Q, dO and V depend on the stage too, by nothing: computed before the loop they would not all find uniform
-    // registers.
+    // The descriptors of Q, dO and V depend on the stage too, by nothing: computed before the loop they would not all find
+    // uniform registers.
     const auto nothing = [&] { return k_ring.stage / kStages * 16; };
     const auto q_at = [&] { return descriptor_step(q, nothing()); };
     const auto k_at = [&] { return descriptor_step(k, k_ring.stage * OperandLayout::kBytes); };
+    // P, then dS from it, of the key tile at hand.
+    const auto finish_s = [&] {
+      wgmma_wait<0>();
+      wgmma_pin(rS);
+      if (tile == begin && speaks()) mbarrier_arrive(shared_address(&s.q_free[consumer]));
+      exponentiate(rS, score, rows);
+      wgmma_pin(rS);                            // before dP is started
+    };
     const auto start_dp = [&] {
       const u64 a = descriptor_step(dout, nothing()), b = descriptor_step(v, v_ring.stage * OperandLayout::kBytes + nothing());
-      await_v(0);
+      mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase);
+      my_turn(consumer);
       multiply_rows<0>(rDP, a, b);
-      await_v(1);
       multiply_rows<1>(rDP, a, b);
+      your_turn(consumer);
     };
     const auto start_dq = [&](u32 stage) { accumulate(acc, rDS, descriptor_step(k, stage * OperandLayout::kBytes)); };
     const auto finish_dq = [&](u32 stage) {
       wgmma_pin(acc);
       if (speaks()) mbarrier_arrive(shared_address(&s.k_free[stage]));
     };
-    const auto finish_scores = [&] {
-      wgmma_wait<0>();                          // nothing before it: the exponentials would keep V from its place
-      wgmma_pin(rS);
+    const auto finish_dp = [&] {
+      wgmma_wait<0>();
       wgmma_pin(rDP);
       if (speaks()) {
         mbarrier_arrive(shared_address(&s.v_free[v_ring.stage]));
-        if (tile == begin) {
-          mbarrier_arrive(shared_address(&s.q_free[consumer]));
-          mbarrier_arrive(shared_address(&s.dout_free[consumer]));
-        }
+        if (tile == begin) mbarrier_arrive(shared_address(&s.dout_free[consumer]));
       }
       v_ring.next();
-      exponentiate(rS, score, rows);
       softmax_gradient(rDP, rS, rows);
       if ((tile < full_begin) | (tile >= full_end)) apply_mask(rDP, t, p, s.key_poison[k_ring.stage], consumer, tile * kRows);
       pack(rDS, rDP);
     };
 
     if (begin < end) {
-      await_k(0);
-      await_k(1);
+      await_k();
       mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
       my_turn(consumer);
       multiply_rows<0>(rS, q_at(), k_at());
       multiply_rows<1>(rS, q_at(), k_at());
-      mbarrier_wait(shared_address(&s.dout_ready[consumer]), q_ring.phase);
-      start_dp();
       your_turn(consumer);
+      finish_s();
+      mbarrier_wait(shared_address(&s.dout_ready[consumer]), q_ring.phase);
       q_ring.next();
-      finish_scores();
+      start_dp();
+      finish_dp();
       #pragma unroll 1
       while (--tile >= begin) {
         const u32 last = k_ring.stage;
         k_ring.next();
         my_turn(consumer);
         start_dq(last);
-        await_k(0);
+        await_k();
         multiply_rows<0>(rS, q_at(), k_at());
         wgmma_wait<1>();                        // while this half is computed the last K is given back
         finish_dq(last);
-        await_k(1);
         multiply_rows<1>(rS, q_at(), k_at());
-        start_dp();
         your_turn(consumer);
-        finish_scores();
+        finish_s();
+        start_dp();
+        finish_dp();
       }
       my_turn(consumer);
       start_dq(k_ring.stage);
@@ -382,14 +387,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
       mbarrier_init(shared_address(&s.dout_free[i]), 1);
     }
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(shared_address(&s.k_raw[i][0]), 1);
-      mbarrier_init(shared_address(&s.k_raw[i][1]), 1);
+      mbarrier_init(shared_address(&s.k_raw[i]), 1);
       mbarrier_init(shared_address(&s.k_ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.k_free[i]), kConsumers);
     }
     for (int i = 0; i < kStagesV; i++) {
-      mbarrier_init(shared_address(&s.v_ready[i][0]), 1);
-      mbarrier_init(shared_address(&s.v_ready[i][1]), 1);
+      mbarrier_init(shared_address(&s.v_ready[i]), 1);
       mbarrier_init(shared_address(&s.v_free[i]), kConsumers);
     }
     mbarrier_init_fence();

@@ -1,5 +1,5 @@
-// What the two kernels of a backward of wide heads share: bwd_dkv_sm90 and bwd_dq_sm90, each with its part of the gradients in the
-// registers of warpgroups. All operands are tiles of 64 rows, of queries (Q, dO) or keys (K, V).
+// What the two kernels of a backward of wide heads share: bwd_dkv_sm90 and bwd_dq_sm90, each with its part of the gradients in
+// the registers of warpgroups. All operands are tiles of 64 rows, of queries (Q, dO) or keys (K, V).
 #pragma once
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
@@ -51,16 +51,15 @@ DEV void load_operand(const u8* tile, const TensorMap* map, u64& barrier, int ro
   mbarrier_expect(shared_address(&barrier), OperandLayout::kBytes);
   load_tile<OperandLayout>(shared_address(tile), map, shared_address(&barrier), row, head, batch);
 }
-// The same in two halves, of panels, each with its barrier: a product begins with the first.
+// The same of one half of its panels: a product begins with the first.
 constexpr int kFirstPanels = OperandLayout::kPanels / 2;
-DEV void load_halves(const u8* tile, const TensorMap* map, u64& first, u64& second, int row, int head, int batch) {
+template <int kHalf> DEV void load_half(const u8* tile, const TensorMap* map, u64& barrier, int row, int head, int batch) {
+  constexpr int kBegin = kHalf ? kFirstPanels : 0, kEnd = kHalf ? OperandLayout::kPanels : kFirstPanels;
+  mbarrier_expect(shared_address(&barrier), (kEnd - kBegin) * OperandLayout::kPanelBytes);
   #pragma unroll 1
-  for (int i = 0; i < OperandLayout::kPanels; i++) {
-    const u32 barrier = shared_address(i < kFirstPanels ? &first : &second);
-    if (i == 0) mbarrier_expect(barrier, kFirstPanels * OperandLayout::kPanelBytes);
-    if (i == kFirstPanels) mbarrier_expect(barrier, OperandLayout::kBytes - kFirstPanels * OperandLayout::kPanelBytes);
-    tma_load(shared_address(tile) + i * OperandLayout::kPanelBytes, map, barrier, i * OperandLayout::kPanel, row, head, batch);
-  }
+  for (int i = kBegin; i < kEnd; i++)
+    tma_load(shared_address(tile) + i * OperandLayout::kPanelBytes, map, shared_address(&barrier), i * OperandLayout::kPanel,
+             row, head, batch);
 }
 DEV void prefetch_operand(const TensorMap* map, int row, int head, int batch) {
   #pragma unroll 1
@@ -102,12 +101,23 @@ template <int kHalf> DEV void multiply_rows(Scores& rS, u64 a, u64 b) {
   }
   wgmma_commit();
 }
-// Starts the sum of rows of `b` by weights.
+// Starts the sum of rows of `b` by weights; and that of half of its panels.
 DEV void accumulate(Gradient& acc, const Weights& rA, u64 b) {
   wgmma_fence();
   #pragma unroll
   for (int m = 0; m < kRows / 16; m++)
     wgmma_rs<Element>(acc, rA[m], descriptor_step(b, m * 16 * OperandLayout::kSwizzleBytes), true);
+  wgmma_commit();
+}
+template <int kHalf> DEV void accumulate_half(Gradient& acc, const Weights& rA, u64 b) {
+  constexpr int kFirst = kFirstPanels * OperandLayout::kPanel / 2, kSize = kHalf ? kHeadDim / 2 - kFirst : kFirst;
+  float (&half_acc)[kSize] = *(float (*)[kSize])(acc + (kHalf ? kFirst : 0));
+  wgmma_fence();
+  #pragma unroll
+  for (int m = 0; m < kRows / 16; m++) {
+    const u32 step = m * 16 * OperandLayout::kSwizzleBytes + (kHalf ? kFirstPanels * OperandLayout::kPanelBytes : 0);
+    wgmma_rs<Element>(half_acc, rA[m], descriptor_step(b, step), true);
+  }
   wgmma_commit();
 }
 DEV void clear(Gradient& acc) {
