@@ -50,7 +50,13 @@ def _rules(problem: Problem):
 def kernels_of(problem: Problem, config: Config) -> tuple[Kernel, ...]:
     """All kernels of a call, in the order of their launches; ``config`` is the one that was chosen."""
     kernels = _rules(problem).around(problem, config)
-    return (_varlen_tiles(problem, config), *kernels) if problem.varlen else kernels
+    if not problem.varlen:
+        return kernels
+    lists = _varlen_tiles(config, isinstance(problem, BackwardProblem), tiled(problem, config)[1])
+    if not config.dq_block_m:
+        return lists, *kernels
+    *others, dq = kernels       # its list takes the place of the other
+    return lists, *others, _varlen_tiles(config, False, config.dq_block_m), dq
 
 
 def tiled(problem: Problem, config: Config) -> tuple[int, int]:
@@ -65,12 +71,11 @@ def tiled(problem: Problem, config: Config) -> tuple[int, int]:
     return problem.seqlen_q, config.block_m
 
 
-def _varlen_tiles(problem: Problem, config: Config) -> Kernel:
-    """Lists the tiles that the blocks of ``config`` take: of queries, backward of keys."""
+def _varlen_tiles(config: Config, of_keys: bool, rows: int) -> Kernel:
+    """Lists the tiles of ``rows`` queries, or keys, that blocks take whose kernel has the masks of ``config``."""
     constants = dict(config.constants)
     threads = 512
-    own = {"TILE": tiled(problem, config)[1], "SIDE": int(isinstance(problem, BackwardProblem)), "THREADS": threads,
-           "LIST_HEADER": LIST_HEADER, "LISTED_WORDS": LISTED_WORDS}
+    own = {"TILE": rows, "SIDE": int(of_keys), "THREADS": threads, "LIST_HEADER": LIST_HEADER, "LISTED_WORDS": LISTED_WORDS}
     shared = {name: constants[name] for name in ("MASK_LEFT", "MASK_RIGHT", "VARLEN")}
     return Kernel("varlen_tiles", tuple(sorted((own | shared).items())), threads, 0)
 

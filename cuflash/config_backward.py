@@ -30,7 +30,7 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
 
 def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: bool) -> tuple[int, str]:
     """How many (batch, key head) pairs run together so that their arrays stay in half of the L2 cache; ``head_dim`` is that of
-    dq_sum. ``few``: also where key tiles wait.
+    dq_sum, 0: there is none. ``few``: also where key tiles wait.
     """
     all_heads = max(1, problem.batch_axis * problem.heads_k)
     if problem.deterministic and not few:
@@ -40,7 +40,8 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few
     row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * max(4, itemsize)
     per_key_head = group * problem.seqlen_q * row_bytes
     heads = min(max(1, device.l2_bytes // 2 // max(1, per_key_head)), all_heads)
-    return heads, (f"heads_in_group = {heads}  # q, dout and dq_sum that go with a key head take {per_key_head / 2**20:.1f} MiB, "
+    what = "q, dout and dq_sum" if head_dim else "q and dout"
+    return heads, (f"heads_in_group = {heads}  # {what} that go with a key head take {per_key_head / 2**20:.1f} MiB, "
                    f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
 
 
@@ -61,16 +62,14 @@ _SM90_FEW_HEADS = {False: 16, True: 32}
 _SM90_LISTED = 96           # Tile of kernels/bwd_sm90.cu
 
 
-def _sm90_head_dim(problem: BackwardProblem) -> int | None:
+def _sm90_head_dim(problem: BackwardProblem) -> int:
     widest = max(problem.head_dim, problem.head_dim_v)
-    return next((size for size in _SM90_TILES if size >= widest), None)
+    return next(size for size in (*_SM90_TILES, *_WIDE_STAGES_V) if size >= widest)
 
 
 def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
     if (reason := not_16_bit(problem) or not_hopper(device)) is not None:
         return reason
-    if _sm90_head_dim(problem) is None:
-        return f"dk and dv of head_dim above {max(_SM90_TILES)} take more registers than a warpgroup has"
     if (reason := not_by_tma(problem, "q, k, v and dout")) is not None:
         return reason
     if _sm90_smem(problem) > device.smem_optin:
@@ -78,9 +77,16 @@ def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
     return None
 
 
+def _is_wide(problem: BackwardProblem) -> bool:
+    """Whether dk and dv take two warpgroups' registers, so that dq has a kernel of its own."""
+    return _sm90_head_dim(problem) > max(_SM90_TILES)
+
+
 def _sm90_smem(problem: BackwardProblem) -> int:
     """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; lse and delta of rows; whether keys are finite;
-    barriers; tiles of the launch."""
+    barriers; tiles of the launch. Of wide heads that of the larger of two kernels."""
+    if _is_wide(problem):
+        return max(_wide_smem(_sm90_head_dim(problem)))
     head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
     block_m = _SM90_TILES[head_dim].block_m
     arrays = 2 * (2 * head_dim * (slots * block_n + stages * block_m) + stages * block_m * block_n)
@@ -88,6 +94,8 @@ def _sm90_smem(problem: BackwardProblem) -> int:
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
+    if _is_wide(problem):
+        return _wide(problem, device, refused)
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
     tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
     if problem.varlen:
@@ -115,6 +123,61 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     )
     return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused,
                   max_blocks=device.num_sms, counts_tiles=True)
+
+
+# Wide heads: dk and dv in one kernel, dq in another, of tiles of 64 rows.
+
+_WIDE_ROWS, _WIDE_DQ_ROWS = 64, 128
+_WIDE_STAGES_V = {192: 2, 256: 1}       # of V in bwd_dq_sm90, by the padded head dim: as many as fit
+_WIDE_LISTED, _WIDE_DQ_LISTED = 80, 72  # Tile of kernels/bwd_dkv_sm90.cu and of bwd_dq_sm90.cu
+
+
+def _wide_smem(head_dim: int) -> tuple[int, int]:
+    """Bytes of SharedStorage of kernels/bwd_dkv_sm90.cu: K, V, two stages of Q and dO, results of 8 warps, P; lse and delta of
+    rows; barriers; tiles of the launch. And of bwd_dq_sm90.cu: Q and dO of two warpgroups, two stages of K, V; whether keys are
+    finite; barriers; tiles."""
+    operand, stages, slots, stages_v = 2 * _WIDE_ROWS * head_dim, 2, 2, _WIDE_STAGES_V[head_dim]
+    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 6 * stages + 6)
+           + slots * _WIDE_LISTED)
+    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 3 * stages + 2 * stages_v)
+          + slots * _WIDE_DQ_LISTED)
+    return round_up(dkv, 1024), round_up(dq, 1024)
+
+
+def _wide_constants(problem: BackwardProblem) -> dict[str, int]:
+    head_dim = _sm90_head_dim(problem)
+    return {
+        **shared_constants(problem), "DQ_GROUP": DQ_GROUP,
+        "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),
+        "OUT_VEC_BYTES": problem.out_alignment,
+    }
+
+
+def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
+    head_dim = _sm90_head_dim(problem)
+    smem, dq_smem = _wide_smem(head_dim)
+    heads, heads_why = _heads_in_group(problem, device, 0, few=True)
+    constants = {**_wide_constants(problem), "SMEM_BYTES": smem}
+    reasons = (
+        f"block_n = {_WIDE_ROWS}  # dk of 64 keys fills the registers of a warpgroup, dv of another; dq has a kernel of its own: "
+        "seven products instead of five, and nothing is summed in memory",
+        f"block_m = {_WIDE_ROWS}  # two stages of Q and dO take {2 * 2 * 2 * _WIDE_ROWS * head_dim // 1024} KiB",
+        f"dq_block_m = {_WIDE_DQ_ROWS}  # of bwd_dq_sm90: two warpgroups own 64 rows each; key tiles of 64",
+        f"smem_bytes = {smem}  # and {dq_smem} of bwd_dq_sm90; a block a multiprocessor, the limit of one is {device.smem_optin}",
+        f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
+        f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one tile after the other, the next one "
+        "by a counter",
+        heads_why,
+    )
+    return Config("bwd_dkv_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", _WIDE_ROWS, _WIDE_ROWS, heads, reasons,
+                  refused, max_blocks=device.num_sms, counts_tiles=True, dq_block_m=_WIDE_DQ_ROWS)
+
+
+def _wide_dq(problem: BackwardProblem) -> Kernel:
+    head_dim = _sm90_head_dim(problem)
+    smem = _wide_smem(head_dim)[1]
+    constants = {**_wide_constants(problem), "STAGES_V": _WIDE_STAGES_V[head_dim], "SMEM_BYTES": smem}
+    return Kernel("bwd_dq_sm90", tuple(sorted(constants.items())), 384, smem)
 
 
 # --------------------------------------------------------------------------------------------------------------- sm80
@@ -276,18 +339,22 @@ def _simt(problem: BackwardProblem, device: Device, refused) -> Config:
 # ------------------------------------------------------------------------------------------------------ before and behind
 
 def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
-    """bwd_delta, the kernel of ``config`` and bwd_cast: the launches of a backward, in their order."""
+    """bwd_delta, the kernel of ``config`` and bwd_cast, or that of dq: the launches of a backward, in their order."""
     constants = dict(config.constants)
     threads = 256
     shared = {name: constants[name] for name in ("DTYPE", "HEAD_DIM", "VARLEN", "DQ_GROUP")} | {"THREADS": threads}
+    if config.dq_block_m:
+        shared["HEAD_DIM"] = 0          # there is no dq_sum
     delta_vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim_v)
     # As many lanes take a row, up to a warp, as it has parts of 16 bytes.
     lanes = min(32, 1 << (-(-problem.head_dim_v * ITEMSIZE[problem.dtype] // 16) - 1).bit_length())
-    delta = {**shared, "DETERMINISTIC": constants["DETERMINISTIC"], "COUNTS_TILES": int(config.counts_tiles),
+    turns = int(problem.deterministic and not config.dq_block_m)
+    delta = {**shared, "DETERMINISTIC": turns, "COUNTS_TILES": int(config.counts_tiles),
              "VEC_BYTES": delta_vec, "LANES": lanes}
     return (
         Kernel("bwd_delta", tuple(sorted(delta.items())), threads, 0),
         config,
+        _wide_dq(problem) if config.dq_block_m else
         Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), threads, 0))
 
 

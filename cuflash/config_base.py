@@ -63,7 +63,8 @@ class Config(Kernel):
     """The kernel that computes a problem. ``reasons`` say why each number is what it is.
 
     ``max_blocks``: its blocks take one tile after the other and are no more than these; 0: a block for each tile.
-    ``counts_tiles``: they take the next one by a counter.
+    ``counts_tiles``: they take the next one by a counter. ``dq_block_m``: query rows of a tile of the kernel that computes dq
+    from the start, beside this one; 0: this one adds it up.
     """
 
     tier: str
@@ -74,6 +75,7 @@ class Config(Kernel):
     refused: tuple[tuple[str, str], ...] = ()
     max_blocks: int = 0
     counts_tiles: bool = False
+    dq_block_m: int = 0
 
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}

@@ -31,8 +31,8 @@ def attention_backward(dout, q, k, v, out, lse, *, causal=False, window=None, so
         0, whatever they hold.
 
     With ``deterministic=True`` the same inputs give the same bits of dq, dk and dv in every run on one kind of GPU. By default dk
-    and dv do, and dq is summed in whatever order tiles finish: its last bits may differ from run to run. On the CPU all are the
-    same.
+    and dv do, and dq is summed in whatever order tiles finish: its last bits may differ from run to run. On the CPU, and of head
+    dims above 128 on Hopper's own kernels, all are the same.
 
     On a GPU the work is queued on the framework's current stream as in `attention`: nothing waits, and a CUDA graph can capture
     it once one such call has been made. Sums are float32 (float64 for float64).
@@ -40,9 +40,9 @@ def attention_backward(dout, q, k, v, out, lse, *, causal=False, window=None, so
     Memory: dq, dk, dv, and scratch of ``batch * heads_q * (padded_seqlen_q * padded_head_dim + seqlen_q * 2) * 4`` bytes (8 for
     float64) in which dq and two numbers of each row are kept, padded_seqlen_q being seqlen_q in whole groups of 16 and
     padded_head_dim head_dim in whole groups of 32, or at most of 64 above 128 and where shared memory is short (on Hopper the
-    wider of head_dim and head_dim_v, up to 128, padded to 64, 96 or 128, and 4 bytes more); with ``deterministic`` also
-    ``4 * batch * heads_q * seqlen_q / tile`` bytes, tile being 32 to 128 rows. On the CPU tiles of a fixed size, and the
-    gradients of one head in the type of the sums.
+    wider of head_dim and head_dim_v, up to 128, padded to 64, 96 or 128, and 4 bytes more; above 128 there 0, and 8 bytes more);
+    with ``deterministic`` also, where padded_head_dim is not 0, ``4 * batch * heads_q * seqlen_q / tile`` bytes, tile being 32 to
+    128 rows. On the CPU tiles of a fixed size, and the gradients of one head in the type of the sums.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.

@@ -94,8 +94,17 @@ def _num_pieces(problem: Problem, rows: int, size: int) -> int:
 
 
 def num_tiles(problem: Problem, config: Config) -> int:
-    """Tiles of one head: of queries, backward of keys. Of a decoding: of the query rows of a key head."""
-    return _num_pieces(problem, *tiled(problem, config))
+    """Tiles of one head: of queries, backward of keys. Of a decoding: of the query rows of a key head.
+
+    Of a packed backward whose dq has a kernel of its own the most of either: its two lists have one place.
+    """
+    tiles = _num_pieces(problem, *tiled(problem, config))
+    return max(tiles, num_dq_tiles(problem, config)) if config.dq_block_m and problem.varlen else tiles
+
+
+def num_dq_tiles(problem: BackwardProblem, config: Config) -> int:
+    """Tiles of queries of one head in a kernel of dq."""
+    return _num_pieces(problem, problem.seqlen_q, config.dq_block_m)
 
 
 def num_query_tiles(problem: BackwardProblem, config: Config) -> int:
@@ -129,6 +138,16 @@ def grid_of(problem: Problem, config: Config) -> int:
     return min(grid, config.max_blocks or grid)
 
 
+def dq_grid_of(problem: BackwardProblem, config: Config) -> int:
+    """Thread blocks of a kernel of dq."""
+    tiles = num_dq_tiles(problem, config)
+    grid = tiles * problem.batch_axis * problem.heads_q
+    if grid > MAX_GRID:
+        raise ValueError(f"batch * heads * query tiles must be at most {MAX_GRID}; got {problem.batch_axis} * "
+                         f"{problem.heads_q} * {tiles}: split the batch")
+    return min(grid, config.max_blocks) * (problem.seqlen_q > 0)
+
+
 def num_items(problem: DecodeProblem, config: Config) -> int:
     """Tiles of query rows of all requests and key heads."""
     return problem.batch * num_tiles(problem, config) * problem.heads_k
@@ -146,12 +165,17 @@ def steps_of(problem: Problem, config: Config) -> list[tuple[Kernel, int]]:
         elif kernel.kernel == "bwd_cast":
             warps = problem.batch_axis * problem.heads_q * num_dq_groups(problem) * (dict(kernel.constants)["HEAD_DIM"] // 32)
             blocks = -(-warps * 32 // kernel.threads) * (problem.seqlen_q > 0)
+        elif kernel.kernel == "bwd_dq_sm90":
+            blocks = dq_grid_of(problem, config)
         elif kernel.kernel in ("decode_combine", "decode_combine_wide"):        # for each item or border between two blocks
             items = num_items(problem, config)
             blocks = items if problem.num_splits else (grid - 1) * (items > 0)
             blocks *= dict(kernel.constants).get("BLOCKS", 1)
         else:
             has_tiles = not is_backward or problem.seqlen_k * problem.heads_k > 0
+            if config.dq_block_m:
+                # The kernel of the keys also sets the counter of that of dq to 0, and the lists are of both.
+                has_tiles, grid = has_tiles or problem.seqlen_q > 0, max(1, grid)
             blocks = (1 if kernel.kernel == "varlen_tiles" else grid) * has_tiles
         if blocks:
             steps.append((kernel, blocks))
@@ -183,6 +207,9 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q
+        if config.dq_block_m:
+            sizes["turns"] = 4 * 2      # the counters of two kernels
+            return sizes
         sizes["dq_sum"] = dict(config.constants)["HEAD_DIM"] * real * heads * DQ_GROUP * num_dq_groups(problem)
         if problem.deterministic or config.counts_tiles:
             turns = problem.batch_axis * problem.heads_q * num_query_tiles(problem, config) if problem.deterministic else 0
@@ -260,6 +287,8 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
 def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
     """(columns, rows) of what one copy takes of each array that has a tensor map, in the order of the maps."""
     constants = dict(config.constants)
+    if config.kernel == "bwd_dkv_sm90":                 # bwd_dq_sm90 has the same
+        return dict.fromkeys(_TENSOR_MAPS, (panel_of(constants["HEAD_DIM"]), config.block_m))
     if config.kernel == "bwd_sm90":
         panel = panel_of(constants["HEAD_DIM"])
         return {"q": (panel, config.block_m), "k": (constants["K_PANEL"], config.block_n), "v": (panel, config.block_n),

@@ -140,11 +140,6 @@ BAD = [
         "tier sm80: tensor cores take float16",
     ),
     (["explain", "--arch", "sm_100", "--tier", "sm90"], 1, "tier sm90: needs compute capability 9.0 (wgmma, TMA)"),
-    (
-        ["explain", "--arch", "sm_90", "--backward", "--tier", "sm90", "--head-dim", "160"],
-        1,
-        "tier sm90: dk and dv of head_dim above 128",
-    ),
     (["explain", "--arch", "sm_90", "--seqlen-q", "1000000000", "--batch", "9999"], 1, "split the batch"),
     (["warmup"], 2, "name GPUs with --arch, as in --arch sm_90; none is here"),
     (["warmup", "--arch", "sm_42"], 2, "'sm_42' is not one of sm_60"),
@@ -940,11 +935,9 @@ def test_info_table(no_gpu):
         del lines_of[-2:]
     tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["forward"]]
     assert forward[0] == ["float16", "1-256", *tiers] and backward[0] == ["bfloat16", "1-256", *tiers]
-    # Gradients of wide heads are of sm80.
-    wide = ["sm80"] * len(features["backward"])
-    narrow = ["sm80" if feature in ("any stride", "v of 256") else "sm90" for feature in features["backward"]]
+    tiers = ["sm80" if feature == "any stride" else "sm90" for feature in features["backward"]]
     for dtype, lines_of in (("float16", forward), ("bfloat16", backward)):
-        assert lines_of[1:] == [[dtype, "1-128", *narrow], [dtype, "129-256", *wide]]
+        assert lines_of[1:] == [[dtype, "1-256", *tiers]]
     assert any(line.split()[:3] == ["float64", "1-256", "simt"] for line in lines)
     assert any(line.split()[:2] == ["forward", "head_dim"] and "varlen" in line for line in lines)
     assert any(line.split()[:2] == ["backward", "head_dim"] and "deterministic" in line for line in lines)
@@ -1061,6 +1054,7 @@ def test_explain_says_why(no_gpu):
         (("--causal", "--tier", "sm80"), ["fwd_sm80"], []),
         (("--varlen",), ["varlen_tiles", "fwd_sm90"], ["tiles"]),
         (("--backward",), ["bwd_delta", "bwd_sm90", "bwd_cast"], ["rows", "dq_sum", "turns"]),
+        (("--backward", "--head-dim", 256), ["bwd_delta", "bwd_dkv_sm90", "bwd_dq_sm90"], ["rows", "turns"]),
         (("--backward", "--tier", "sm80"), ["bwd_delta", "bwd_sm80", "bwd_cast"], ["rows", "dq_sum"]),
         (
             ("--backward", "--deterministic", "--tier", "simt"),
@@ -1086,7 +1080,7 @@ def test_explain_says_what_is_launched(no_gpu, no_nvrtc, args, kernels, scratch)
     record = read_json(run(*args, "--json")[1])
     assert [step["kernel"] for step in record["launches"]] == kernels
     assert list(record["scratch_bytes"]) == scratch and all(record["scratch_bytes"].values())
-    call = "backward" if "bwd_cast" in kernels else "decode" if "--decode" in args else "forward"
+    call = "backward" if "bwd_delta" in kernels else "decode" if "--decode" in args else "forward"
     assert record["kernel"] in kernels and record["call"] == call
     assert record["grid"] == {step["kernel"]: step["grid"] for step in record["launches"]}[record["kernel"]]
     _, output = run(*args)
@@ -1121,7 +1115,7 @@ def test_explain_says_why_not(no_gpu):
         and "kernel     fwd_simt, tier simt" in output
     )
     _, output = run("explain", "--arch", "sm_90", "--backward", "--head-dim", 192)
-    assert "kernel     bwd_sm80, tier sm80" in output and "others     sm90: dk and dv of head_dim above 128 take" in output
+    assert "kernel     bwd_dkv_sm90, tier sm90" in output and "bwd_dq_sm90" in output
 
 
 def test_explain_needs_no_compiler_for_the_choice(no_gpu, no_nvrtc):
@@ -1140,8 +1134,8 @@ def test_explain_says_for_what_it_could_not_be_compiled(no_gpu, monkeypatch):
     record = read_json(run("explain", "--arch", "sm_90", "--json")[1])
     assert (record["arch"], record["registers"], record["not_built"]) == ("sm_90a", None, "NVRTC is broken")
     assert read_json(run("explain", "--arch", "sm_90", "--backward", "--json")[1])["arch"] == "sm_90a"
-    wide = ("--backward", "--head-dim", 192)
-    assert read_json(run("explain", "--arch", "sm_90", *wide, "--json")[1])["arch"] == "sm_90"
+    other = ("--backward", "--tier", "sm80")
+    assert read_json(run("explain", "--arch", "sm_90", *other, "--json")[1])["arch"] == "sm_90"
 
 
 def test_explain_for_a_gpu_that_nvrtc_does_not_know(no_gpu, monkeypatch):

@@ -18,7 +18,9 @@ from cuflash.config import DEVICES, choose, kernels_of
 from cuflash.problem import BackwardProblem, DecodeProblem, MergeProblem, Problem
 
 CALLS = ("bwd", "decode", "fwd")
-TIERED = tuple(sorted(("decode_rows_sm90", *(f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS)))))
+WIDE = ("bwd_dkv_sm90", "bwd_dq_sm90")  # dk and dv of wide heads, and their dq
+OF_TIERS = (f"{call}_{tier}" for call, tier in itertools.product(CALLS, config.TIERS))
+TIERED = tuple(sorted((*WIDE, "decode_rows_sm90", *OF_TIERS)))
 BESIDE = ("bwd_cast", "bwd_delta", "decode_combine", "decode_combine_wide", "merge", "varlen_tiles")
 KERNELS = tuple(sorted((*TIERED, *BESIDE)))
 OF_DECODING = tuple(kernel for kernel in KERNELS if kernel.startswith("decode"))
@@ -235,6 +237,15 @@ def hopper_gradient_groups(arch):
     for head_dim, head_dim_v, out in ((40, 72, 16), (128, 20, 8), (8, 64, 4), (96, 90, 2)):
         stated = backward("float16", head_dim, head_dim_v, "causal", out_alignment=out)
         yield "unequal gradients on Hopper", stated, True
+    # Two kernels of their own, which have nothing to do for deterministic sums.
+    for head_dim, mask, varlen in itertools.product((192, 256), MASKS, (False, True)):
+        stated = backward("float16" if varlen else "bfloat16", head_dim, mask=mask, varlen=varlen)
+        yield f"gradients of {head_dim} on Hopper", stated, True
+    for mask, score in itertools.product(MASKS, SCORES):
+        yield "options of gradients of 256 on Hopper", backward("bfloat16", 256, mask=mask, score=score), True
+    for head_dim, head_dim_v, out in ((136, 72, 16), (128, 180, 8), (8, 254, 4), (192, 129, 2)):
+        stated = backward("float16", head_dim, head_dim_v, "causal", "softcap", varlen=True, out_alignment=out)
+        yield "unequal wide gradients on Hopper", stated, True
 
 
 def plain_gradient_groups(arch):
@@ -397,6 +408,7 @@ def some_variants() -> dict[str, config.Kernel]:
         (
             problem("float16", 32),
             backward("float16", 32, varlen=True),
+            backward("float16", 256),
             decode("float16", 32),
             decode("float16", 32, rows=64),
             latent("float16"),
@@ -490,6 +502,9 @@ def test_the_variants_meet_every_value_of_every_constant():
     assert values["bwd_sm80", "HEAD_DIM"] == {32, 64, 96, 128, 192, 256}
     assert values["bwd_sm90", "HEAD_DIM"] == {64, 96, 128} and values["bwd_sm90", "DTYPE"] == {0, 1}
     assert values["bwd_sm90", "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values["bwd_sm90", "WHOLE_HEADS"] == {0, 1}
+    for kernel in WIDE:
+        assert values[kernel, "HEAD_DIM"] == {192, 256} and values[kernel, "DTYPE"] == {0, 1}
+        assert values[kernel, "OUT_VEC_BYTES"] == {2, 4, 8, 16} and values[kernel, "WHOLE_HEADS"] == {0, 1}
     assert values["bwd_delta", "COUNTS_TILES"] == {0, 1}
     for kernel in OF_DECODING:
         for name in ("PAGED", "APPENDS", "FIXED_SPLITS"):
@@ -570,14 +585,15 @@ def test_instructions_of_one_arch_need_its_name(kernel):
     [("fwd_sm90", head_dim) for head_dim in (64, 96, 128, 192, 256)]
     + [("bwd_sm90", head_dim) for head_dim in (64, 96, 128)]
     + [("decode_rows_sm90", head_dim) for head_dim in (64, 128, 192, 256)]
+    + [(kernel, head_dim) for kernel in WIDE for head_dim in (192, 256)]
     + [("decode_sm90", 512)],
 )
 def test_registers_that_warpgroups_hand_over_are_those_of_the_launch(kernel, head_dim):
     """A warpgroup that asks for more registers than a block has left waits for ever; a count must be a multiple of 8."""
     call, _, tier = kernel.rpartition("_")
-    stated_of = {"fwd": problem, "bwd": backward, "decode": latent, "decode_rows": functools.partial(decode, rows=64)}
-    chosen = choose(stated_of[call]("bfloat16", head_dim), DEVICES["sm_90"], tier)
-    assert chosen.kernel == kernel
+    stated_of = {"fwd": problem, "decode": latent, "decode_rows": functools.partial(decode, rows=64)}
+    stated = stated_of.get(call, backward)("bfloat16", head_dim)
+    (chosen,) = (made for made in kernels_of(stated, choose(stated, DEVICES["sm_90"], tier)) if made.kernel == kernel)
     constants = launch.kernel_constants(chosen)
     ptx = jit.build(kernel, constants, "compute_90a").cubin.decode()
     changes = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+);", ptx)
@@ -650,13 +666,14 @@ def test_every_field_of_the_params_is_checked():
 
 
 def test_tensor_maps_follow_the_params_in_one_order():
-    for kernel, params, names in (
-        ("fwd_sm90.cu", "FwdParams", launch._TENSOR_MAPS[:3]),
-        ("bwd_sm90.cu", "BwdParams", launch._TENSOR_MAPS),
+    for kernel, params, head_dim, names in (
+        ("fwd_sm90.cu", "FwdParams", 64, launch._TENSOR_MAPS[:3]),
+        ("bwd_sm90.cu", "BwdParams", 64, launch._TENSOR_MAPS),
+        ("attn/bwd_wgmma.cuh", "BwdParams", 256, launch._TENSOR_MAPS),
     ):
         maps = re.search(rf"struct TmaParams : {params} \{{ TensorMap ([^;]+); \}};", code_of(kernel))
         assert maps[1].split(", ") == [f"{name}_map" for name in names]
-        made = (problem if params == "FwdParams" else backward)("float16", 64)
+        made = (problem if params == "FwdParams" else backward)("float16", head_dim)
         assert tuple(launch.boxes_of(choose(made, DEVICES["sm_90"]))) == names
     words = re.search(r"struct alignas\(64\) TensorMap \{ u64 words\[(\d+)\]; \};", code_of("ptx/tma.cuh"))
     assert 8 * int(words[1]) == tma.MAP_BYTES

@@ -60,14 +60,25 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
     """What must hold for any config, whoever chose its numbers."""
     constants, is_backward = dict(made.constants), isinstance(stated, BackwardProblem)
     is_hopper = made.tier == "sm90"
-    assert made.tier in TIERS and made.kernel == f"{'bwd' if is_backward else 'fwd'}_{made.tier}"
+    is_wide = is_hopper and is_backward and max(stated.head_dim, stated.head_dim_v) > 128
+    assert made.tier in TIERS
+    assert made.kernel == f"{'bwd_dkv' if is_wide else 'bwd' if is_backward else 'fwd'}_{made.tier}"
     assert (jit.kernels_dir() / f"{made.kernel}.cu").is_file()
     assert made.constants == tuple(sorted(made.constants)), "one spelling of the same constants"
     assert all(type(value) is int for value in constants.values())
     assert 0 < made.smem_bytes <= device.smem_optin
     assert constants["SMEM_BYTES"] == made.smem_bytes
-    assert made.threads <= 1024 and made.block_n == constants["BLOCK_N"]
-    if is_hopper and is_backward:
+    assert made.threads <= 1024 and made.block_n == constants.get("BLOCK_N", 64)
+    assert made.dq_block_m == (128 if is_wide else 0)
+    if is_wide:
+        # A warpgroup loads, one has dk of 64 keys, one dv; dq has a kernel of its own, whose two have 64 queries each.
+        assert (made.threads, made.block_m, made.block_n) == (384, 64, 64) and stated.tma
+        assert constants["HEAD_DIM"] in (192, 256)
+        assert constants["WHOLE_HEADS"] == (stated.head_dim == stated.head_dim_v == constants["HEAD_DIM"])
+        *_, dq = kernels_of(stated, made)
+        assert dq.kernel == "bwd_dq_sm90" and dq.threads == 384 and 0 < dq.smem_bytes <= device.smem_optin
+        assert made.max_blocks == device.num_sms and made.counts_tiles
+    elif is_hopper and is_backward:
         # A warpgroup loads, and each of two others has 64 keys; half of dq of a query tile is rows of one wgmma or columns.
         assert (made.threads, made.block_n) == (384, 128) and made.block_m == constants["BLOCK_M"] in (64, 128)
         dq_columns = constants["HEAD_DIM"] // (128 // made.block_m)
@@ -96,9 +107,8 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
     assert constants["OUT_VEC_BYTES"] <= stated.out_alignment
     assert made.is_accelerated == is_hopper
     assert 1 <= made.heads_in_group <= stated.batch * (stated.heads_k if is_backward else stated.heads_q)
-    assert constants["VARLEN"] == stated.varlen and constants.get("DETERMINISTIC", 0) == getattr(
-        stated, "deterministic", 0
-    )
+    assert constants["VARLEN"] == stated.varlen
+    assert is_wide or constants.get("DETERMINISTIC", 0) == getattr(stated, "deterministic", 0)
     assert constants["DTYPE"] == DTYPES.index(stated.dtype)
     assert constants["MASK_LEFT"] == (stated.window_left is not None)
     assert constants["MASK_RIGHT"] == (stated.window_right is not None)
@@ -143,7 +153,7 @@ def test_tensor_cores_are_used_where_they_are(arch):
                 expected = "sm90"
             assert choose(problem(dtype, head_dim), DEVICES[arch]).tier == expected, (dtype, head_dim)
             expected = "sm80" if dtype in ("float16", "bfloat16") and arch != "sm_75" else "simt"
-            if expected == "sm80" and arch == "sm_90" and head_dim <= 128:
+            if expected == "sm80" and arch == "sm_90":
                 expected = "sm90"
             assert choose(backward(dtype, head_dim), DEVICES[arch]).tier == expected, (
                 dtype,
@@ -178,8 +188,6 @@ def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
 )
 def test_arrays_that_tma_cannot_address_go_to_the_next_tier(problem_of, arrays, change, varlen):
     for dtype, head_dim in itertools.product(("float16", "bfloat16"), HEAD_DIMS):
-        if problem_of is backward and head_dim > 128:
-            continue
         stated = problem_of(dtype, head_dim, varlen=varlen, **change)
         made = choose(stated, H200)
         assert_sound(made, stated, H200)
@@ -396,10 +404,10 @@ def test_no_keys_at_all():
         ),
         (problem("float16", tma=False), H200, "tier sm90: TMA cannot address q, k and v: "),
         (backward("float16", tma=False), H200, "tier sm90: TMA cannot address q, k, v and dout: "),
-        (backward("float16", 64, 129), H200, "tier sm90: dk and dv of head_dim above 128 take more registers than"),
         (backward("float16"), DEVICES["sm_80"], r"tier sm90: needs compute capability 9.0 \(wgmma, TMA\)"),
         (backward("float32"), H200, "tier sm90: tensor cores take float16 and bfloat16; float32 would be rounded"),
         (backward("bfloat16"), limited(H200, 160), "tier sm90: no tile for head_dim 64 and 64 fits the 163840 bytes"),
+        (backward("bfloat16", 256), limited(H200, 220), "tier sm90: no tile for head_dim 256 and 256 fits the 225280"),
     ],
 )
 def test_a_forced_tier_says_why_it_refuses(stated, device, message):
@@ -532,20 +540,29 @@ def test_the_launches_of_a_call_in_their_order():
     assert list(launched(backward(), "simt")) == ["bwd_delta", "bwd_simt", "bwd_cast"]
     assert list(launched(backward(varlen=True))) == ["varlen_tiles", "bwd_delta", "bwd_sm90", "bwd_cast"]
     assert list(launched(backward(alignment=8, tma=False))) == ["bwd_delta", "bwd_sm80", "bwd_cast"]
+    assert list(launched(backward(head_dim=160))) == ["bwd_delta", "bwd_dkv_sm90", "bwd_dq_sm90"]
+    stated = backward(head_dim=160, varlen=True)
+    steps = launch.steps_of(stated, choose(stated, H200))
+    assert [kernel.kernel for kernel, _ in steps] == [
+        "varlen_tiles", "bwd_delta", "bwd_dkv_sm90", "varlen_tiles", "bwd_dq_sm90"
+    ]
+    lists = [dict(kernel.constants) for kernel, _ in steps if kernel.kernel == "varlen_tiles"]
+    assert [(made["SIDE"], made["TILE"]) for made in lists] == [(1, 64), (0, 128)], "the second takes the place of the first"
     assert launched(problem(varlen=True))["varlen_tiles"] == 1
 
 
 def test_only_the_hopper_tier_has_an_arch_of_its_own():
     calls = [
         (stated, made)
-        for problem_of, varlen in itertools.product((problem, backward), (False, True))
-        for stated in (problem_of(varlen=varlen),)
+        for problem_of, varlen, head_dim in itertools.product((problem, backward), (False, True), (64, 192))
+        for stated in (problem_of(head_dim=head_dim, varlen=varlen),)
         for made in each_config(stated)
     ]
     archs = {
         kernel.kernel: launch.arch_of(kernel, "sm_90") for stated, made in calls for kernel in kernels_of(stated, made)
     }
-    assert archs.pop("fwd_sm90") == archs.pop("bwd_sm90") == "sm_90a"
+    for kernel in ("fwd_sm90", "bwd_sm90", "bwd_dkv_sm90", "bwd_dq_sm90"):
+        assert archs.pop(kernel) == "sm_90a"
     assert set(archs.values()) == {"sm_90"} and {"varlen_tiles", "fwd_sm80", "bwd_sm80", "fwd_simt"} <= set(archs)
     assert launch.arch_of(choose(problem(), DEVICES["sm_120"]), "compute_120") == "compute_120"
 
@@ -560,6 +577,11 @@ def test_no_kernel_is_launched_without_work():
         for tier, deterministic in (("sm90", False), ("sm90", True), ("sm80", True)):
             made = launched(backward(seqlen_q=0, varlen=varlen, deterministic=deterministic), tier)
             assert list(made) == [*first, "bwd_delta", f"bwd_{tier}"] and made["bwd_delta"] == 1
+        # Of wide heads the kernel of the keys sets the counter of that of dq to 0.
+        made = launched(backward(head_dim=256, seqlen_q=0, varlen=varlen))
+        assert list(made) == [*first, "bwd_delta", "bwd_dkv_sm90"]
+        made = launched(backward(head_dim=256, seqlen_k=0))
+        assert list(made) == ["bwd_delta", "bwd_dkv_sm90", "bwd_dq_sm90"] and made["bwd_dkv_sm90"] == 1
 
 
 @pytest.mark.parametrize(
@@ -623,6 +645,38 @@ def test_scratch_is_what_the_documentation_says(dtype, real, varlen):
         assert ordered == sizes | {"turns": 4 * (1 + stated.batch_axis * 8 * tiles)}
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_gradients_on_hopper_are_summed_nowhere(deterministic):
+    """Not in memory: their scratch is the facts of rows and two counters of tiles."""
+    stated = backward("bfloat16", 256, seqlen_q=1000, deterministic=deterministic)
+    made = choose(stated, H200)
+    assert launch.scratch_of(stated, made) == {"rows": stated.batch * 8 * 1000 * 2 * 4, "turns": 8}
+    delta, middle, dq = kernels_of(stated, made)
+    assert middle is made and (delta.kernel, dq.kernel) == ("bwd_delta", "bwd_dq_sm90")
+    constants = dict(delta.constants)
+    assert (constants["HEAD_DIM"], constants["DETERMINISTIC"], constants["COUNTS_TILES"]) == (0, 0, 1)
+    packed = dataclasses.replace(stated, varlen=True)
+    assert list(launch.scratch_of(packed, made)) == ["tiles", "rows", "turns"]
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (1, 5000), (5000, 1), (300, 300)])
+def test_both_lists_of_a_packed_backward_fit_one_place(seqlen_q, seqlen_k):
+    stated = backward(head_dim=256, varlen=True, batch=3, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    made = choose(stated, H200)
+    tiles = launch.num_tiles(stated, made)
+    assert tiles >= max(seqlen_q // 128, seqlen_k // 64) + 3 + 1
+    assert launch.scratch_of(stated, made)["tiles"] >= 4 * (4 + 8 * tiles + max(seqlen_q, seqlen_k) // 64 + 2)
+
+
+def test_blocks_of_dq_are_no_more_than_its_tiles():
+    for seqlen_q, blocks in ((0, 0), (1, 16), (128, 16), (129, 32), (1000, 128), (2000, 132)):
+        stated = backward(head_dim=256, seqlen_q=seqlen_q)
+        assert launch.dq_grid_of(stated, choose(stated, H200)) == blocks
+    stated = backward(head_dim=256, batch=65536, heads_q=65536, heads_k=1, seqlen_q=1, seqlen_k=1)
+    with pytest.raises(ValueError, match="query tiles must be at most 2147483647; got 65536 .* 65536 .* 1: split the batch"):
+        launch.dq_grid_of(stated, choose(stated, H200))
+
+
 @BOTH
 def test_the_params_record_says_what_the_problem_says(problem_of):
     stated = problem_of(
@@ -678,7 +732,10 @@ def test_the_params_of_a_backward_begin_with_those_of_a_forward():
 
 
 # Where a kernel looks for tensor maps in its params.
-MAPS = {"fwd_sm90": launch.TENSOR_MAPS_OFFSET, "bwd_sm90": launch.BWD_TENSOR_MAPS_OFFSET}
+MAPS = {
+    "fwd_sm90": launch.TENSOR_MAPS_OFFSET,
+    **dict.fromkeys(("bwd_sm90", "bwd_dkv_sm90", "bwd_dq_sm90"), launch.BWD_TENSOR_MAPS_OFFSET),
+}
 
 
 class Driver(list):
