@@ -7,8 +7,8 @@
 // A block stays on its multiprocessor and computes one tile after the other: 64 keys of one key head, over all query heads of
 // the group and all their tiles of 64 queries that see the keys. One consumer has dV, the other dK:
 //   0: S^T = K Q^T, P = exp2(S - lse), dV += P^T dO        1: dP^T = V dO^T, dS = P * (dP - delta), dK += dS^T Q
-// P goes from one to the other through shared memory, as float16 whatever the dtype and times 2^15: down to 2^-29 it keeps
-// eleven bits. The thread that needs an element is 128 behind the one that wrote it.
+// P goes from one to the other through shared memory, in the inputs' dtype and times 2^15: float16 keeps eleven bits of it down to
+// 2^-29. The thread that needs an element is 128 behind the one that wrote it.
 // Of warpgroup 0 one warp plans tiles, one loads, and two prepare what has landed. A tile lies in slot i, a query tile in stage
 // s:
 //   work_ready[i]: planner -> all, which tile is next               work_free[i]: all -> planner, they have done with it
@@ -249,7 +249,7 @@ DEV void exponentiate(Scores& rS, Weights& rP, const HeadScore& score, const Fac
       rS[i + j] = weights[j] = exp2_fast(fmaf(logit, score.exponent_scale(), -lse.pair[i / 4].x[j]));
       if (HeadScore::kHasSlope) weights[j] *= score.slope(logit);
     }
-    rP[i / 8][i / 2 % 4] = pack2<half>(weights[0], weights[1]);
+    rP[i / 8][i / 2 % 4] = pack2<Element>(weights[0], weights[1]);
   }
 }
 DEV void write_weights(Chunk (&sP)[kRows / 16][128], const Weights& rP) {
@@ -268,7 +268,7 @@ DEV void read_weights(Weights& rP, const Chunk (&sP)[kRows / 16][128]) {
 DEV void softmax_gradient(Scores& rDP, const Weights& rP, const Facts& delta) {
   #pragma unroll
   for (int i = 0; i < kRows / 2; i++) {
-    const float weight = to_real(half{(u16)(rP[i / 8][i / 2 % 4] >> i % 2 * 16)});
+    const float weight = to_real(Element{(u16)(rP[i / 8][i / 2 % 4] >> i % 2 * 16)});
     rDP[i] = weight * fmaf(rDP[i], 1 / kLift, -delta.pair[i / 4].x[i % 2]);
   }
 }
