@@ -193,10 +193,11 @@ class Bench:
     def _prepare(self, case: Case, names, one: dict, timer) -> tuple[dict, dict]:
         """What is timed of each contender, and a single call of it; ``one`` gets what was found when they were checked."""
         calls, single_calls, data, references = {}, {}, {}, {}
+        one["results"] = {name: {} for name in names}
 
         def attempt(name, step) -> None:
-            entry = one["results"].setdefault(name, {})
-            if one.get("aborted") or "failed" in entry or "unavailable" in entry:
+            entry = one["results"][name]
+            if "failed" in entry or "unavailable" in entry:
                 return
             try:
                 step(name, entry)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import sys
+import threading
 import weakref
 from typing import NamedTuple
 
@@ -317,6 +318,7 @@ class DlpackDoor(_Door):
 
     def __init__(self, framework: str):
         self.framework = framework
+        self._lock = threading.Lock()           # two threads must not each drop the one of which the other has seen the end
         self._busy = collections.deque()        # (event, arrays): the owner must not reuse memory that a kernel still reads
 
     def on_cpu(self, x) -> bool:
@@ -355,8 +357,9 @@ class DlpackDoor(_Door):
         """Hold the arrays until all that is queued on CuPy's current stream has run, without waiting for it."""
         import cupy
         busy = self._busy
-        while busy and busy[0][0].done:
-            busy.popleft()
+        with self._lock:
+            while busy and busy[0][0].done:
+                busy.popleft()
         stream = cupy.cuda.get_current_stream()
         if not cupy.cuda.runtime.streamIsCapturing(stream.ptr):
             busy.append((stream.record(), arrays))

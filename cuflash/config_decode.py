@@ -275,7 +275,8 @@ class _RowsTile(NamedTuple):
 def _rows_tile(problem: DecodeProblem, device: Device) -> _RowsTile | None:
     """The tile of decode_rows_sm90; None if none fits."""
     head_dim, head_dim_v = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
-    keeps_q = head_dim // 4 + head_dim_v // 2 <= _ROWS_REGISTERS_OF_Q_AND_O
+    # More than 32 registers of Q make some variants of NVRTC 12.9 serialise their products (C7520).
+    keeps_q = head_dim <= 128 and head_dim // 4 + head_dim_v // 2 <= _ROWS_REGISTERS_OF_Q_AND_O
     for stages in _ROWS_STAGES:
         # SharedStorage of kernels/decode_rows_sm90.cu: K and V of the stages, Q; columns of O; barriers and facts of rows.
         tiles = 2 * (stages * _SM90_BLOCK_N * (head_dim + head_dim_v) + _SM90_BLOCK_M * head_dim)

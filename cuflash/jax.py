@@ -294,7 +294,9 @@ def _checked(operation: str, kinds: tuple, options: tuple, types: tuple, tier: s
     stated, _ = jax_ffi.state(call, [Array(name, dtype.name, shape) for name, dtype, shape in kinds])
     options = dict(options)
     options |= {"window": problem._window(options["window"]), "causal": bool(options["causal"]),
-                "softmax_scale": stated.softmax_scale, "softcap": stated.softcap}
+                "softmax_scale": stated.softmax_scale, "softcap": stated.softcap, "return_lse": stated.return_lse}
+    if "num_splits" in options:
+        options["num_splits"] = stated.num_splits
     return call._replace(options=tuple(options.items()))
 
 
@@ -307,7 +309,7 @@ def _with(call: Call, **options) -> Call:
 def _differentiable(operation: str, given: dict, options: dict, return_lse, deterministic):
     problem.check_flag("deterministic", deterministic)
     call = _call(operation, given, options | {"return_lse": bool(return_lse)})
-    results = _run_attend(call, deterministic, tuple(given.values()))
+    results = _run_attend(call, bool(deterministic), tuple(given.values()))
     return results if return_lse else results[0]
 
 
@@ -436,16 +438,18 @@ def _fold(call: Call, size: int, mapped, tensors: tuple):
         return call._replace(operands=tuple(given)), tuple(given.values()), unfold
     given = {name: x if is_mapped else jnp.broadcast_to(x, (size, *x.shape)) for name, (x, is_mapped) in given.items()}
     if "varlen" in call.operation:
+        rows = {name: given["k" if name in ("dk", "dv") else "q"].shape[1] for name in _result_names(call)}
         given = _fold_packed(size, given)
 
         def unfold(name, x):
             if name == "lse":
-                return x.reshape(x.shape[0], size, -1).swapaxes(0, 1)
-            return x.reshape(size, -1, *x.shape[1:])
+                return x.reshape(x.shape[0], size, rows[name]).swapaxes(0, 1)
+            return x.reshape(size, rows[name], *x.shape[1:])
         return call._replace(operands=tuple(given)), tuple(given.values()), unfold
     if given["q"].ndim == 4:        # without a batch axis: it is one
         return call, tuple(given.values()), lambda name, x: x
-    return call, tuple(map(_merge_axes, given.values())), lambda name, x: x.reshape(size, -1, *x.shape[1:])
+    batch = given["q"].shape[1]
+    return call, tuple(map(_merge_axes, given.values())), lambda name, x: x.reshape(size, batch, *x.shape[1:])
 
 
 def _merge_axes(x):
@@ -491,7 +495,8 @@ def _fold_cache(call: Call, size: int, given: dict):
         folded[index] = jnp.clip(x, 0, max(0, slots - 1)) + first
     folded = {name: folded[name] if name in ("k_cache", "v_cache") and not caches_mapped else _merge_axes(folded[name])
               for name in jax_ffi.OPERATIONS[call.operation].arrays if name in folded}
-    return folded, lambda name, x: x.reshape(size, -1, *x.shape[1:])
+    firsts = {"k_cache": slots, "v_cache": slots}
+    return folded, lambda name, x: x.reshape(size, firsts.get(name, batch), *x.shape[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------- sharding

@@ -289,7 +289,7 @@ class _Known:
         self.lse, self.memory = places.get("lse", null), places.get("workspace", null)
         self.same = [(places[array.name], place) for place, array in enumerate(self.buffers) if places[array.name] != place]
         self.stated = sorted({places[array] for array in self.operation.arrays if array in places and array != "workspace"})
-        self.ready: dict[tuple[int, int], list[_Ready]] = {}
+        self.ready: dict[tuple, list[_Ready]] = {}          # by device and alignment
         self.checked = False
 
     def described(self, pointers=None, device="jax"):
@@ -357,7 +357,8 @@ class _Known:
 
     def launch(self, frame: memoryview) -> None:
         pointers = self.pointers(frame)
-        key = _get_device(), functools.reduce(operator.or_, pointers) & 15
+        # Mostly all are aligned to 16 bytes. Where not, it matters which: kernels are chosen by that of inputs and of results.
+        key = _get_device(), functools.reduce(operator.or_, pointers) & 15 and tuple(pointer & 15 for pointer in pointers)
         waiting = self.ready.get(key)
         if waiting is None:
             waiting = self.ready.setdefault(key, [])

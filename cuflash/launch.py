@@ -440,7 +440,7 @@ class Prepared:
         batch_axis = slice(1 if next(iter(views.values())).was_3d else 0, None)
         shapes = problem.result_shapes
         self.written_shapes = [shapes[name][batch_axis] for name in results]
-        self.out_shape, self.lse_shape = shapes["out"][batch_axis], shapes["lse"][batch_axis]
+        self.lse_shape = shapes["lse"][batch_axis]
         self.makers, self.make_lse = (), None       # what makes results that are not given, and lse: see make_with
         self._pairs = _spans_to_keep_apart(problem, views, results)
         self.writes_given = bool(self._pairs)       # whether an array is written that the caller gave

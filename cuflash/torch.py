@@ -500,6 +500,7 @@ def _fake_cached(q, k_cache, v_cache, *rest):
 
 
 def _fake_merge(outs, lses):
+    problem.check_parts(outs, lses)
     return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lses[0].shape)
 
 
@@ -513,6 +514,14 @@ def _differentiate_merge(ctx, dout, dlse):
     out, lse, *tensors = ctx.saved_tensors
     count = len(tensors) // 2
     return _merge_gradients(dout, dlse, out, lse, tensors[:count], tensors[count:])
+
+
+def _vmap_merge(info, in_dims, outs, lses):
+    count, dims = len(outs), (*in_dims[0], *in_dims[1])
+    has_batch = outs[0].ndim - (dims[0] is not None) == 4
+    parts = _fold_dense(info.batch_size, dims, (*outs, *lses), has_batch)
+    results = torch.ops.cuflash.merge_attention([_rows(x) for x in parts[:count]], [x.contiguous() for x in parts[count:]])
+    return tuple(_unfold_dense(info.batch_size, x, has_batch) for x in results), (0, 0)
 
 
 def _define() -> None:
@@ -540,6 +549,7 @@ def _define() -> None:
                                     schema=f"(Tensor[] outs, Tensor[] lses) -> {forward_results}")
     merge.register_fake(_fake_merge)
     merge.register_autograd(_differentiate_merge, setup_context=_keep_parts)
+    merge.register_vmap(_vmap_merge)
 
 
 _define()

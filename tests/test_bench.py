@@ -1425,6 +1425,22 @@ def test_a_lost_context_ends_the_run(contenders, tmp_path):
     assert "the CUDA context is lost" in "\n".join(lines)
 
 
+def test_a_context_lost_while_data_are_made_is_said_of_all(contenders, tmp_path, monkeypatch):
+    class Dead(NamedTimer):
+        def alive(self):
+            return False
+
+    def breaks(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(run, "_Data", breaks)
+    bench, _ = bench_of(["cuflash", "good"], Dead(1e-3))
+    result = bench.run([tiny()], suite="test", path=str(tmp_path / "r.json"))
+    found = result["cases"][0]["results"]
+    assert "illegal memory access" in found["cuflash"]["failed"]
+    assert found["good"]["failed"] == "not timed: cuflash has lost the CUDA context"
+
+
 def test_the_whole_path_on_the_cpu(tmp_path):
     bench, lines = bench_of(["cuflash", "unfused"], quick=True, min_seconds=0.004)
     table = cases.table(dtype="float32", head_dims=[16], seqlens=[32, 64], tokens=64, hidden=32)

@@ -819,7 +819,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 def test_a_forward_is_one_launch_with_its_pointers(driver):
     call = prepared(problem(return_lse=True), ("out",), tier="sm80")
-    assert call.out_shape == (2, 1000, 8, 64) and call.lse_shape == (2, 8, 1000) and call.scratch_bytes == 0
+    assert call.written_shapes == [(2, 1000, 8, 64)] and call.lse_shape == (2, 8, 1000) and call.scratch_bytes == 0
     call.launch(7, 11, 12, 13, 14, 15)
     ((kernel, grid, threads, smem, stream, record),) = driver
     assert (kernel, grid, threads, stream) == ("fwd_sm80", 8 * 16, 128, 7) and smem > 0
@@ -836,7 +836,7 @@ def test_a_forward_is_one_launch_with_its_pointers(driver):
 
 def test_a_packed_forward_lists_its_tiles_first(driver):
     call = prepared(problem(varlen=True), ("out",), was_3d=True, tier="sm80")
-    assert call.out_shape == (1000, 8, 64) and call.lse_shape == (8, 1000) and call.scratch_bytes % 256 == 0
+    assert call.written_shapes == [(1000, 8, 64)] and call.lse_shape == (8, 1000) and call.scratch_bytes % 256 == 0
     call.launch(7, *range(1, 11))
     assert [step[0] for step in driver] == ["varlen_tiles", "fwd_sm80"]
     assert [step[1:4] for step in driver][0] == (1, 512, 0)
@@ -919,7 +919,7 @@ def test_a_masked_hopper_forward_counts_its_tiles_from_zero(driver, change):
 def test_a_packed_hopper_forward_counts_in_its_list(driver, change):
     """varlen_tiles sets the counter: it writes the header all the same. TMA would write past the end of a sequence."""
     call = prepared(problem(varlen=True, **change), ("out",), was_3d=True)
-    assert call.out_shape == (1000, 8, 64) and call.scratch_bytes % 256 == 0
+    assert call.written_shapes == [(1000, 8, 64)] and call.scratch_bytes % 256 == 0
     pointers = [1 << 30, 2 << 30, 3 << 30, *range(4, 11)]
     call.launch(7, *pointers)
     assert driver.events == ["varlen_tiles", "fwd_sm90"]

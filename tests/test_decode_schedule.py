@@ -1,4 +1,4 @@
-"""Which block of a decoding kernel computes what, and which parts decode_combine joins: kernels/attn/decode.cuh on the host.
+"""Which block of a decoding kernel computes what, and which parts are joined behind it: kernels/attn/decode.cuh on the host.
 
 Compiled by g++ with 32 coroutines for the lanes of a warp; of lengths, heads, rows, masks and splits at random:
 every key tile that rows see is computed once, no two parts write to one slot, and all that must be joined is, in order.
@@ -19,10 +19,11 @@ CASES = 40
 pytestmark = needs_compiler
 
 
-def compiled(left, right, fixed, appends, cost):
+def compiled(left, right, fixed, appends, cost, wide):
+    """``wide``: parts are found as decode_combine_wide does."""
     constants = dict(DTYPE=2, VARLEN=0, PAGED=0, V_IS_K=0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HEAD_DIM_V=64, OUT_VEC_BYTES=16)
     constants |= dict(THREADS=256, MASK_LEFT=left, MASK_RIGHT=right, FIXED_SPLITS=fixed, APPENDS=appends, __shared__="static")
-    constants["ITEM_COST"] = cost
+    constants |= dict(ITEM_COST=cost, WIDE=wide)
     return library("schedule.cpp", tuple(sorted((constants | {"ASYNCHRONOUS": 1}).items())))
 
 
@@ -75,12 +76,15 @@ def tiles_seen(record, left, right, length, row_tile):
 
 # Lengths and masks do not depend on each other: one mask is enough where keys are appended.
 OPTIONS = [(*masks, 0, 0) for masks in itertools.product([0, 1], [0, 1], [0, 1])] + [(1, 1, 0, 1, 0), (1, 1, 1, 1, 0)]
-OPTIONS += [(0, 0, 0, 0, 1), (1, 1, 0, 0, 1), (0, 1, 0, 1, 2), (0, 1, 1, 0, 1)]
+OPTIONS += [(0, 0, 0, 0, 1), (1, 1, 0, 0, 1), (0, 1, 0, 1, 2), (0, 1, 0, 0, 4), (0, 1, 1, 0, 1)]
+BEHIND = [(*options, 0) for options in OPTIONS]
+# decode_combine_wide finds parts by a text of its own, behind a kernel whose items count for nothing.
+BEHIND += [(0, 0, 0, 0, 0, 1), (1, 1, 0, 1, 0, 1), (0, 1, 0, 0, 2, 1), (0, 0, 1, 0, 0, 1), (1, 1, 1, 1, 0, 1)]
 
 
-@pytest.mark.parametrize("left, right, fixed, appends, cost", OPTIONS)
-def test_every_tile_once(left, right, fixed, appends, cost):
-    functions = compiled(left, right, fixed, appends, cost)
+@pytest.mark.parametrize("left, right, fixed, appends, cost, wide", BEHIND)
+def test_every_tile_once(left, right, fixed, appends, cost, wide):
+    functions = compiled(left, right, fixed, appends, cost, wide)
     rng = np.random.default_rng(16 * cost + 8 * left + 4 * right + 2 * fixed + appends)
     for _ in range(CASES):
         record, lengths, _held = draw(rng, left, right, fixed, appends)
@@ -121,3 +125,33 @@ def test_every_tile_once(left, right, fixed, appends, cost):
             assert all(parts == list(enumerate(slots_in_order)) for parts in by_share.values())
             shares = 1 if fixed else len(slots_in_order) - 1
             assert sorted(by_share) == [(share, shares) for share in range(shares)], "all tasks are somebody's, once"
+
+
+@pytest.mark.parametrize("cost, wide", [(0, 0), (0, 1), (4, 0)])
+@pytest.mark.parametrize("row_tiles", [1, 3])
+def test_as_much_work_as_the_host_lets_through(cost, wide, row_tiles):
+    """Steps of all items up to just below 2**31, which is what they are counted in."""
+    functions = compiled(0, 0, 0, 0, cost, wide)
+    blocks, batch, length = 13, 5, 2**28
+    record = np.zeros((), launch.DECODE_PARAMS)
+    tiles = -(-length // BLOCK_N)
+    heads_k = (launch.MAX_GRID - blocks) // (batch * row_tiles * (tiles + 1 + cost))
+    sizes = dict(batch=batch, seqlen_q=row_tiles * BLOCK_M, seqlen_k=length, heads_q=heads_k, heads_k=heads_k, num_slots=batch)
+    for name, value in (sizes | dict(fixed_seqlen=length, num_row_tiles=row_tiles, num_blocks=blocks)).items():
+        record[name] = value
+    assert batch * row_tiles * heads_k * (tiles + cost) > 0.9 * 2**31
+    done = {}
+    for _, *item, item_begin, item_end, begin, end, slot in noted(functions.items, record, blocks, 9):
+        assert (item_begin, item_end) == (0, tiles)
+        done.setdefault(tuple(item), []).append((begin, end, slot))
+    assert len(done) == batch * row_tiles * heads_k
+    for parts in done.values():
+        parts.sort()
+        assert [begin for begin, _, _ in parts] == [0, *(end for _, end, _ in parts[:-1])] and parts[-1][1] == tiles
+    found = {}
+    for *item, share, shares, part, slot in noted(functions.parts, record, blocks - 1, 7):
+        found.setdefault(tuple(item), {}).setdefault((share, shares), []).append((part, slot))
+    split = {item: [slot for _, _, slot in parts] for item, parts in done.items() if len(parts) > 1}
+    assert len(split) >= 2 and set(found) == set(split)
+    for item, slots in split.items():
+        assert found[item] == {(share, len(slots) - 1): list(enumerate(slots)) for share in range(len(slots) - 1)}

@@ -323,6 +323,23 @@ def test_vmap(mapped, batched):
     equal(got, jax.tree.map(lambda *x: jnp.stack(x), *ones))
 
 
+def test_vmap_over_nothing():
+    def none(x):
+        return jnp.zeros((0, *x.shape), x.dtype)
+
+    q, k, v = tensors()
+    leaves, ends, used = packed()
+    for call, given in (
+        (lambda *x: flash.attention(*x, return_lse=True), (q, k, v)),
+        (lambda *x: flash.attention_varlen(*x, *ends, **used, return_lse=True), leaves),
+    ):
+        got = jax.vmap(lambda *x, call=call: pulled(call, x))(*map(none, given))
+        assert [x.shape for x in got] == [(0, *x.shape) for x in pulled(call, given)]
+    cache, new = jnp.ones((2, 7, 3, 8)), jnp.ones((2, 1, 3, 8))
+    results = jax.vmap(lambda q, c: flash.attention_with_kvcache(q, c, c, k=new, v=new, cache_seqlens=2))(none(new), none(cache))
+    assert [x.shape for x in results] == [(0, *x.shape) for x in (new, cache, cache)]
+
+
 @pytest.mark.parametrize("mapped", [(1, 1, 1, 0, 0, 0), (1, 0, 0, 0, 0, 0), (0, 1, 1, 0, 1, 1), (0, 0, 0, 1, 1, 0)], ids=str)
 @pytest.mark.parametrize("with_used", [True, False])
 def test_vmap_of_packed_sequences(mapped, with_used):
@@ -875,6 +892,45 @@ def test_addresses_reach_the_launch_in_their_places():
         at = by_name | {name: scratch + offset for name, offset in offsets.items()}
         assert rest == [at.get(name, 0) for name in names[: len(rest)]], known.call
         assert len(rest) in (5, 10, len(names))
+
+
+def test_options_of_numpy_types():
+    """They go into the text of a call as Python's own."""
+    q, k, v = tensors()
+    options = {"causal": np.True_, "window": (np.int64(3), None), "deterministic": np.True_}
+    equal(
+        jax.grad(lambda x: flash.attention(x, k, v, **options).sum())(q),
+        jax.grad(lambda x: flash.attention(x, k, v, causal=True, window=(3, None), deterministic=True).sum())(q),
+    )
+    call = decoding("float32", [5, 0], head_dim=8)
+    given, named = (call.q, call.k_cache, call.v_cache), call.named()
+    equal(
+        flash.attention_with_kvcache(*given, **named, num_splits=np.int32(2), return_lse=np.True_, softcap=np.float32(5)),
+        flash.attention_with_kvcache(*given, **named, num_splits=2, return_lse=True, softcap=5.0),
+    )
+
+
+def test_a_launch_is_prepared_for_each_alignment_of_each_buffer(monkeypatch):
+    """One for inputs that are aligned to 8 bytes and a result to 16 must not serve a call of which it is the other way round."""
+    known = jax_ffi._Known(json.dumps(texts(lowered(flash.attention, *tensors("bfloat16")))[0]).encode())
+    passed, made = [], []
+    monkeypatch.setattr(jax_ffi, "_get_device", lambda: 0)
+    monkeypatch.setattr(jax_ffi, "_stream_of", lambda frame, *_: 7)
+    monkeypatch.setattr(known, "pointers", list, raising=False)
+
+    def prepare(device_id, stream, pointers):
+        made.append(pointers)
+        return ready
+
+    def ready(stream, pointers):
+        passed.append((stream, pointers))
+
+    ready.launch, ready.stream_args, ready.stream_address = True, None, 0
+    monkeypatch.setattr(known, "prepare", prepare, raising=False)
+    aligned, first, last = [4096, 8192, 12288, 16384, 0], [4104, 8192, 12288, 16384, 0], [4096, 8192, 12288, 16392, 0]
+    for pointers in (aligned, first, last, first, [8192 + x for x in aligned]):
+        known.launch(pointers)
+    assert made == [aligned, first, last] and len(passed) == 5
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -493,6 +493,21 @@ def test_merged_parts():
     close(got, [flash.merge_attention([x, *outs[1:]], lses)[0] for x in many])
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("batched", [True, False], ids=["batch", "no batch"])
+def test_vmap_of_merged_parts_in_compiled_code(batched, place):
+    first, second, third = (x.detach() if batched else x.detach()[0] for x in parts()[0])
+    lses = [x.detach() if batched else x.detach()[0] for x in parts()[1]]
+
+    def call(x, lse):
+        return flash.merge_attention([first, x, third], [lses[0], lse, lses[2]])
+
+    many = torch.stack([second, 2 * second, third], place), torch.stack([lses[1], lses[1] + 1, lses[2]])
+    got = torch.compile(torch.vmap(call, (place, 0)), backend="aot_eager", fullgraph=True)(*many)
+    expected = [call(x, lse) for x, lse in zip(many[0].unbind(place), many[1])]
+    assert all(map(torch.equal, got, (torch.stack(x) for x in zip(*expected))))
+
+
 def test_merged_parts_are_differentiated_twice():
     outs, lses = parts(empty=False)
 
@@ -610,6 +625,9 @@ def test_errors():
         flash.attention_with_kvcache(*(x.detach() for x in (q, k, v)), k=k.detach())
     with pytest.raises(ValueError, match="lses must hold as many arrays as outs, 1; got 2"):
         flash.merge_attention([q], [k, v])
+    for call in (flash.merge_attention, torch.compile(flash.merge_attention, backend="aot_eager", fullgraph=True)):
+        with pytest.raises(Exception, match="outs must hold 1 to 32 arrays; got 0"):
+            call([], [])
 
 
 def test_what_is_made_is_of_the_kind_of_the_inputs():
