@@ -13,7 +13,7 @@
 // s:
 //   work_ready[i]: planner -> all, which tile is next               work_free[i]: all -> planner, they have done with it
 //   k_ready, v_ready: loader -> the consumer that multiplies by it  k_free, v_free: back, for the last time of this tile
-//   raw[s]:   loader -> all, dO and half of Q have landed, all has  q_free[s]: consumer 1 -> loader; dout_free[s]: consumer 0
+//   raw[s]:   loader -> all, dO and half of Q have landed, all has  q_free[s]: consumer 1 -> loader; dout_free[s]: both
 //   ready[s]: preparers -> consumers, the facts of rows are there and NaN has been taken from what has landed
 //   weights_ready: consumer 0 -> 1, P of a query tile               weights_free: back, it has been read
 // The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with
@@ -354,6 +354,7 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
         arrive_warp(s.weights_free);
         wgmma_wait<0>();
         wgmma_pin(rS);
+        if (speaks()) mbarrier_arrive(shared_address(&s.dout_free[at.stage]));
         if (--left == 0 && speaks()) mbarrier_arrive(shared_address(&keys_free));
         softmax_gradient(rS, rP, facts);
       }
@@ -439,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.q_free[i][0]), 1);
       mbarrier_init(shared_address(&s.q_free[i][1]), 1);
-      mbarrier_init(shared_address(&s.dout_free[i]), 1);
+      mbarrier_init(shared_address(&s.dout_free[i]), 2);        // dP, dV
     }
     mbarrier_init(shared_address(&s.k_ready), 1);
     mbarrier_init(shared_address(&s.k_free), 1);

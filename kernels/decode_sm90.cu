@@ -123,15 +123,18 @@ DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
           #pragma unroll 1
           for (int i = 0; i < panels_of(part); i++) rows.copy_panel<KLayout>(sK, panel_of(part, i, owner));
           cp_async_arrive(ready);
-        } else if (acts) {
-          mbarrier_expect_more(ready, panels_of(part) * KLayout::kPanelBytes);
-          #pragma unroll 1
-          for (int i = 0; i < panels_of(part); i++) {
-            const int panel = panel_of(part, i, owner);
-            tma_load(sK + panel * KLayout::kPanelBytes, &p.k_map, ready, panel * KLayout::kPanel, first_row, item.head_k,
-                     tile_slot);
+        } else {
+          if (acts) {
+            mbarrier_expect_more(ready, panels_of(part) * KLayout::kPanelBytes);
+            #pragma unroll 1
+            for (int i = 0; i < panels_of(part); i++) {
+              const int panel = panel_of(part, i, owner);
+              tma_load(sK + panel * KLayout::kPanelBytes, &p.k_map, ready, panel * KLayout::kPanel, first_row, item.head_k,
+                       tile_slot);
+            }
           }
-          mbarrier_arrive_for(ready, kLoaders);
+          // Each warp for itself: one that is late must not miss a phase of `free`.
+          if (threadIdx.x % 32 == 0) mbarrier_arrive_for(ready, 32);
         }
         __syncwarp();
       }
