@@ -336,15 +336,15 @@ class BackwardJudgement:
         return "; ".join(f"{name}: {judgement.why}" for name, judgement in judgements.items() if not judgement.ok)
 
 
-def judge_backward(dq, dk, dv, dout, q, k, v, *, dlse=None, weight_step=0.0, **options) -> BackwardJudgement:
+def judge_backward(dq, dk, dv, dout, q, k, v, *, dlse=None, **options) -> BackwardJudgement:
     """Judge dq, dk and dv, of the shapes of q, k and v, as the gradients that `attention_backward` gives.
 
     Each must keep to the budget of `judge`, with `unfused_backward` for `unfused`. Elements that `contaminated`
     lets be nan or inf are not compared; the others must be finite (inf only where the truth is past the
     largest number of the dtype), and those that must not be finite are not. Rows that see nothing, and keys
-    that nothing sees, have gradients of exactly 0. ``weight_step``: what weights of dk may be off by, besides.
+    that nothing sees, have gradients of exactly 0.
     """
-    truths, noises = _exact_backward(dout, q, k, v, dlse, weight_step=weight_step, **options)
+    truths, noises = _exact_backward(dout, q, k, v, dlse, **options)
     references = unfused_backward(dout, q, k, v, dlse=dlse, **options)
     masks = contaminated(dout, q, k, v, dlse=dlse, **options)
     return _judge_backward((dq, dk, dv), truths, noises, references, masks, str(q.dtype))
@@ -414,7 +414,7 @@ def judge_varlen(out, lse, q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=Non
 
 
 def judge_varlen_backward(dq, dk, dv, dout, q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_q=None,
-                          seqused_k=None, dlse=None, weight_step=0.0, **options) -> BackwardJudgement:
+                          seqused_k=None, dlse=None, **options) -> BackwardJudgement:
     """Judge dq, dk and dv as what `attention_varlen_backward` gives, by the rules of `judge_backward`.
 
     Rows of no sequence must be exactly 0.
@@ -426,7 +426,7 @@ def judge_varlen_backward(dq, dk, dv, dout, q, k, v, cu_seqlens_q, cu_seqlens_k,
     for rows, keys in _sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
         arrays = dout[None, rows], q[None, rows], k[None, keys], v[None, keys]
         of_row = _dlse_of(dlse, rows)
-        truth, noise = _exact_backward(*arrays, of_row, weight_step=weight_step, **options)
+        truth, noise = _exact_backward(*arrays, of_row, **options)
         _scatter(truths, rows, keys, truth)
         _scatter(noises, rows, keys, noise)
         _scatter(references, rows, keys, unfused_backward(*arrays, dlse=of_row, **options))
@@ -657,7 +657,7 @@ def _exact(q, k, v, causal=False, window=None, softmax_scale=None, softcap=0.0):
     return out, lse, noise, spread
 
 
-def _exact_backward(dout, q, k, v, dlse=None, causal=False, window=None, softmax_scale=None, softcap=0.0, *, weight_step=0.0):
+def _exact_backward(dout, q, k, v, dlse=None, causal=False, window=None, softmax_scale=None, softcap=0.0):
     """(dq, dk, dv) of `attention_backward`, and the error that rounding alone may cause in each element.
 
     As in `_exact`, all independent roundings are summed as squares: each weight in dv, each ds in dq and dk is
@@ -715,7 +715,6 @@ def _exact_backward(dout, q, k, v, dlse=None, causal=False, window=None, softmax
         squares[0][b, :, h] = ds_rounded**2 @ size_k**2
         sums[0][b, :, h] = ((in_ds + accumulation * len(head_k)**0.5 * ds) @ size_k
                             + rounded_out * np.abs((weights * slope) @ signed_k))
-        ds_rounded += np.where(pairs, weight_step * change, 0)
         squares[1][b, :, hk] += (ds_rounded**2 + (weights * slope * rounded_out)**2).T @ size_q**2
         sums[1][b, :, hk] += (in_ds + accumulation * terms**0.5 * ds).T @ size_q
         squares[2][b, :, hk] += (weight_rounded**2).T @ size_dout**2

