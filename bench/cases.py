@@ -26,7 +26,8 @@ class Case:
 
     With ``lengths`` the sequences are packed (``cuflash.attention_varlen``, queries and keys alike); ``batch`` and
     ``seqlen_q`` are then their number and the longest. ``graph`` says that a call is so short that it is timed as a
-    CUDA graph, with its inputs in L2; ``wall`` that what the host takes belongs to it: by the host's clock.
+    CUDA graph, with its inputs in L2; ``wall`` that what the host takes belongs to it: by the host's clock. A ``step`` is a
+    backward with the forward before it in the same call, as training has them.
     """
 
     suite: str
@@ -44,6 +45,7 @@ class Case:
     backward: bool = False
     lengths: tuple[int, ...] = ()
     wall: bool = False
+    step: bool = False
 
     clocked = False  # by the host's clock too: see bench/decode.py
 
@@ -62,7 +64,11 @@ class Case:
         if self.window is not None:
             mask = f"{'causal ' if self.causal else ''}window {self.window[0]},{self.window[1]}"
         heads = two("h", self.heads_q, self.heads_k)
-        return " ".join((two("d", self.head_dim, self.head_dim_v), sequences, heads, mask)) + " bwd" * self.backward
+        return " ".join((two("d", self.head_dim, self.head_dim_v), sequences, heads, mask)) + self._pass
+
+    @property
+    def _pass(self) -> str:
+        return " fwd+bwd" if self.step else " bwd" if self.backward else ""
 
     @property
     def options(self) -> dict:
@@ -93,7 +99,8 @@ class Case:
         """Of the products alone; without a mask 4 * batch * heads * seqlen_q * seqlen_k * head_dim for the two of a
         forward, 2.5 times as much for the five of a backward.
         """
-        widths = 3 * self.head_dim + 2 * self.head_dim_v if self.backward else self.head_dim + self.head_dim_v
+        forward, backward = self.head_dim + self.head_dim_v, 3 * self.head_dim + 2 * self.head_dim_v
+        widths = backward + forward * self.step if self.backward else forward
         return 2 * self.heads_q * self.pairs * widths
 
     @property
@@ -104,11 +111,12 @@ class Case:
     @property
     def bytes(self) -> int:
         """Each input read once, each output written once: a backward reads out, dout and lse too, and writes as much
-        as q, k and v are.
+        as q, k and v are; a step takes what both take.
         """
         rows_q, rows_k = (math.prod(shape[:-1]) for shape in self.shapes[:2])
         once = (rows_q + rows_k) * (self.head_dim + self.head_dim_v) * ITEMSIZE[self.dtype]
-        return 2 * once + rows_q * (8 if self.dtype == "float64" else 4) if self.backward else once
+        lse = rows_q * (8 if self.dtype == "float64" else 4)
+        return (2 + self.step) * once + (1 + self.step) * lse if self.backward else once
 
     @property
     def seed(self) -> int:
@@ -167,6 +175,11 @@ class Case:
         return [0, *itertools.accumulate(self.lengths)]
 
     @property
+    def ungrouped(self) -> Case:
+        """The case whose rate is the measure of one with grouped heads: with as many key heads as query heads."""
+        return replace(self, heads_k=self.heads_q)
+
+    @property
     def dense(self) -> Case:
         """The dense case whose rate is the measure of a packed one: the same sequences if they are as long, else as
         many tokens in sequences as long as the longest.
@@ -215,7 +228,7 @@ def packed(suite, dtype, lengths, heads, head_dim, causal=False, **changes) -> C
 _SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
-def _square(suite, dtype, tokens, hidden, head_dim, seqlen, causal, *, heads_k=None, window=None) -> Case:
+def _square(suite, dtype, tokens, hidden, head_dim, seqlen, causal, *, heads_k=None, window=None, head_dim_v=None) -> Case:
     heads = max(1, hidden // head_dim)
     return Case(
         suite,
@@ -226,7 +239,7 @@ def _square(suite, dtype, tokens, hidden, head_dim, seqlen, causal, *, heads_k=N
         heads,
         heads_k or heads,
         head_dim,
-        head_dim,
+        head_dim_v or head_dim,
         causal,
         window,
     )
@@ -250,11 +263,28 @@ def _float32(dtype, head_dims, seqlens, masks):
 
 
 def _gqa(dtype, head_dims, seqlens, masks):
-    """32 query heads on 8 key heads, as Llama 3 has them, and on one."""
+    """32 query heads on 8 key heads, as Llama 3 has them, and on 4; forward and backward."""
     return [
-        _square("gqa", dtype, 16384, 32 * head_dim, head_dim, seqlen, causal, heads_k=heads_k)
+        replace(
+            _square("gqa", dtype, 16384, 32 * head_dim, head_dim, seqlen, causal, heads_k=heads_k), backward=backward
+        )
+        for backward in (False, True)
         for head_dim in head_dims
-        for heads_k in (8, 1)
+        for heads_k in (8, 4)
+        for seqlen in seqlens
+        for causal in masks
+    ]
+
+
+def _head_dims(dtype, head_dims, seqlens, masks):
+    """Those that suite forward has not, and (192, 128); forward and backward."""
+    pairs = [(head_dim, head_dim) for head_dim in head_dims] + [(192, 128)] * (192 in head_dims)
+    return [
+        replace(
+            _square("head-dims", dtype, 16384, 2048, head_dim, seqlen, causal, head_dim_v=head_dim_v), backward=backward
+        )
+        for backward in (False, True)
+        for head_dim, head_dim_v in pairs
         for seqlen in seqlens
         for causal in masks
     ]
@@ -283,6 +313,12 @@ def _small(dtype, head_dims, seqlens, masks):
 
 def _backward(dtype, head_dims, seqlens, masks):
     return [replace(case, backward=True) for case in _forward(dtype, head_dims, seqlens, masks, suite="backward")]
+
+
+def _step(dtype, head_dims, seqlens, masks):
+    """A forward and its backward in one call."""
+    cases = _forward(dtype, head_dims, seqlens, masks, suite="step")
+    return [replace(case, backward=True, step=True) for case in cases]
 
 
 # Of the lengths that are drawn. RandomState's stream is frozen, so they are the same with every NumPy.
@@ -332,6 +368,8 @@ _SUITES = {
     "window": (_window, ("bfloat16", "float16"), (128, 64), (16384,)),
     "small": (_small, ("bfloat16", "float16"), (128,), (128, 256, 512, 1024)),
     "backward": (_backward, ("bfloat16", "float16"), (64, 128, 256), (2048, 4096, 16384)),
+    "step": (_step, ("bfloat16", "float16"), (64, 128, 256), (2048, 16384)),
+    "head-dims": (_head_dims, ("bfloat16", "float16"), (96, 192), (4096, 16384)),
     "varlen": (_varlen, ("bfloat16", "float16"), (64, 128), (2048, 1024)),
     **{name: _decoding(name) for name in ("decode", "decode-paged", "decode-queries", "decode-mla", "decode-append")},
 }
@@ -431,6 +469,8 @@ def asked(case: Case) -> list[Asked]:
     """The targets of the suites that have some."""
     if case.suite == "backward":
         return [Asked(1.0 if case.head_dim <= 128 else 0.9, "sdpa_flash"), Asked(0.75, "cuflash-deterministic", keeps=True)]
+    if case.suite == "gqa":
+        return [Asked(1.0, "cuflash-mha")]
     if case.suite != "varlen":
         return []
     if case.wall:

@@ -1,9 +1,9 @@
 """Every contender behind one signature: ``make(case, arrays) -> callable``, called once a run.
 
 It returns out (batch, seqlen_q, heads_q, head_dim_v), of decoding too, or dq, dk and dv of a backward, or those of packed
-sequences (total, heads, head_dim), in whatever memory the contender takes for it. Making views, masks and plans, and the forward
-that a backward needs, is done outside. ``Unavailable`` says why a contender does not take part: it is not installed,
-or has no such case.
+sequences (total, heads, head_dim), in whatever memory the contender takes for it. Making views, masks and plans is done outside,
+and the forward that a backward needs unless the case is a step. ``Unavailable`` says why a contender does not take part: it
+is not installed, or has no such case.
 """
 
 from __future__ import annotations
@@ -99,12 +99,21 @@ def _cuflash_call(case, arrays, deterministic):
     if not case.backward:
         _require(not deterministic, "every forward is deterministic")
         return lambda: forward(q, k, v, *starts, **options)
-    out, lse = forward(q, k, v, *starts, return_lse=True, **options)
     backward = cuflash.attention_varlen_backward if case.lengths else cuflash.attention_backward
-    if deterministic:
-        options = options | {"deterministic": True}
-    dout = arrays.dout
-    return lambda: backward(dout, q, k, v, out, lse, *starts, **options)
+    more = {"deterministic": True} if deterministic else {}
+    return _with_forward(
+        case,
+        lambda: forward(q, k, v, *starts, return_lse=True, **options),
+        lambda saved: backward(arrays.dout, q, k, v, *saved, *starts, **options, **more),
+    )
+
+
+def _with_forward(case: Case, forward: Callable, backward: Callable) -> Callable:
+    """``backward(what forward returns)``: a forward in each call of a step, else one before all."""
+    if case.step:
+        return lambda: backward(forward())
+    saved = forward()
+    return lambda: backward(saved)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -117,8 +126,7 @@ def _unfused(case: Case, arrays: Arrays) -> Callable:
     unfused = Unfused(case, arrays)
     if not case.backward:
         return unfused.forward
-    unfused.forward()
-    return unfused.backward
+    return _with_forward(case, unfused.forward, lambda _: unfused.backward())
 
 
 class Unfused:
@@ -145,6 +153,7 @@ class Unfused:
         self.probabilities = self.out = None
 
     def forward(self):
+        self.free()
         scores = self._scores()
         self.product("scores", self.q, self.k, scores, alpha=self.scale)
         if self.hidden is not None:
@@ -335,25 +344,24 @@ def _unfused_numpy_backward(case: Case, arrays: Arrays) -> Callable:
     if case.lengths:
         return _one_by_one(_unfused_numpy_backward, case, arrays)
     probabilities, heads_first = _probabilities_numpy(case, arrays)
-    p = probabilities()
-    dtype, group, scale = arrays.q.dtype, case.heads_q // case.heads_k, p.dtype.type(case.head_dim**-0.5)
+    dtype, group = arrays.q.dtype, case.heads_q // case.heads_k
 
     def rows_first(x, heads):
         """Back to (batch, seqlen, heads, head_dim), summed over the query heads of a key head."""
         x = x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(axis=2)
         return np.ascontiguousarray(x.swapaxes(1, 2)).astype(dtype, copy=False)
 
-    def backward():
+    def backward(p):
         q, dout = heads_first(arrays.q), heads_first(arrays.dout)
         k, v = heads_first(arrays.k, group), heads_first(arrays.v, group)
         ds = np.matmul(dout, v.swapaxes(-1, -2))
         ds -= np.einsum("bhij,bhij->bhi", p, ds)[..., None]
         ds *= p
-        ds *= scale
+        ds *= ds.dtype.type(case.head_dim**-0.5)
         dq, dk, dv = np.matmul(ds, k), np.matmul(ds.swapaxes(-1, -2), q), np.matmul(p.swapaxes(-1, -2), dout)
         return rows_first(dq, case.heads_q), rows_first(dk, case.heads_k), rows_first(dv, case.heads_k)
 
-    return backward
+    return _with_forward(case, probabilities, backward)
 
 
 def _require_memory(case: Case, scores: float) -> None:
@@ -409,7 +417,7 @@ def _sdpa(backend: str, case: Case, arrays: Arrays) -> Callable:
             raise Unavailable(f"this backend of torch {torch.__version__} does not take the case") from None
         raise
     if case.backward:
-        return _by_autograd(torch, attend, arrays)
+        return _by_autograd(torch, attend, case, arrays)
     q, k, v = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v))
 
     def forward():
@@ -419,11 +427,14 @@ def _sdpa(backend: str, case: Case, arrays: Arrays) -> Callable:
     return forward
 
 
-def _by_autograd(torch, attend: Callable, arrays: Arrays) -> Callable:
-    """The backward of what ``attend(q, k, v)`` returns, its graph kept."""
+def _by_autograd(torch, attend: Callable, case: Case, arrays: Arrays) -> Callable:
+    """The backward of what ``attend(q, k, v)`` returns, its graph kept where that is the same in each call."""
     inputs = [x.detach().requires_grad_() for x in (arrays.q, arrays.k, arrays.v)]
-    out, dout = attend(*inputs), arrays.dout
-    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    return _with_forward(
+        case,
+        lambda: attend(*inputs),
+        lambda out: torch.autograd.grad(out, inputs, arrays.dout, retain_graph=not case.step),
+    )
 
 
 def _flash_backward(torch, case: Case, arrays: Arrays) -> Callable:
@@ -434,22 +445,28 @@ def _flash_backward(torch, case: Case, arrays: Arrays) -> Callable:
     _require(case.head_dim % 8 == case.head_dim_v % 8 == 0, "its operator takes head_dims that are multiples of 8")
     q, k, v, dout = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v, arrays.dout))
     aten = torch.ops.aten
-    out, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, case.causal)
-    starts_q, starts_k, longest_q, longest_k, rng, unused = rest[:6]
-    saved = (out, lse, starts_q, starts_k, longest_q, longest_k, 0.0, case.causal, rng, unused)
-    backward = aten._scaled_dot_product_flash_attention_backward
-    return lambda: tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, *saved))
+    forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+
+    def gradients(saved):
+        out, lse, starts_q, starts_k, longest_q, longest_k, rng, unused = saved[:8]
+        of_batch = (starts_q, starts_k, longest_q, longest_k, 0.0, case.causal, rng, unused)
+        return tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, out, lse, *of_batch))
+
+    return _with_forward(case, lambda: forward(q, k, v, 0.0, case.causal), gradients)
 
 
 def _cudnn_backward(torch, case: Case, arrays: Arrays) -> Callable:
     """As _flash_backward, of cuDNN."""
     q, k, v, dout = (x.transpose(1, 2) for x in (arrays.q, arrays.k, arrays.v, arrays.dout))
     aten = torch.ops.aten
-    out, lse, *rest = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, case.causal)
-    starts_q, starts_k, longest_q, longest_k, seed, offset = rest[:6]
-    saved = (out, lse, seed, offset, None, starts_q, starts_k, longest_q, longest_k, 0.0, case.causal)
-    backward = aten._scaled_dot_product_cudnn_attention_backward
-    return lambda: tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, *saved))
+    forward, backward = aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward
+
+    def gradients(saved):
+        out, lse, starts_q, starts_k, longest_q, longest_k, seed, offset = saved[:8]
+        of_batch = (None, starts_q, starts_k, longest_q, longest_k, 0.0, case.causal)
+        return tuple(x.transpose(1, 2) for x in backward(dout, q, k, v, out, lse, seed, offset, *of_batch))
+
+    return _with_forward(case, lambda: forward(q, k, v, None, True, 0.0, case.causal), gradients)
 
 
 def _flash_packed(torch, case: Case, arrays: Arrays) -> Callable:
@@ -461,9 +478,13 @@ def _flash_packed(torch, case: Case, arrays: Arrays) -> Callable:
     forward = aten._flash_attention_forward
     if not case.backward:
         return lambda: forward(q, k, v, *batch, False)[0]
-    out, lse, rng, unused, _ = forward(q, k, v, *batch, False)
     backward = aten._flash_attention_backward
-    return lambda: backward(dout, q, k, v, out, lse, *batch, rng, unused)
+
+    def gradients(saved):
+        out, lse, rng, unused, _ = saved
+        return backward(dout, q, k, v, out, lse, *batch, rng, unused)
+
+    return _with_forward(case, lambda: forward(q, k, v, *batch, False), gradients)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -497,7 +518,7 @@ def _fa3(case: Case, arrays: Arrays) -> Callable:
     if case.lengths:
         attention, batch = module.flash_attn_varlen_func, (arrays.starts, arrays.starts, case.seqlen_q, case.seqlen_q)
     if case.backward:
-        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, *batch, **options)), arrays)
+        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, *batch, **options)), case, arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
     return lambda: _first(attention(q, k, v, *batch, **options))
 
@@ -528,7 +549,7 @@ def _fa4(case: Case, arrays: Arrays) -> Callable:
         for side in "qk":
             options |= {f"cu_seqlens_{side}": arrays.starts, f"max_seqlen_{side}": case.seqlen_q}
     if case.backward:
-        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, **options)), arrays)
+        return _by_autograd(torch, lambda q, k, v: _first(attention(q, k, v, **options)), case, arrays)
     q, k, v = arrays.q, arrays.k, arrays.v
     return lambda: _first(attention(q, k, v, **options))
 
@@ -589,6 +610,7 @@ _OWN = {
     "cuflash-deterministic": {"deterministic": True},
     "cuflash-cupy": {"through_cupy": True},
     "cuflash-dense": {},
+    "cuflash-mha": {},
     **{name: {} for name in BESIDE},
 }
 # Whose calls are timed by the host's clock too, where they are those of a decoding.
@@ -615,11 +637,13 @@ USUAL = {
     "forward": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4"),
     "float32": ("sdpa_efficient", "sdpa_math", "unfused"),
     "float64": ("sdpa_math", "unfused"),
-    "gqa": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4"),
+    "gqa": ("cuflash-mha", "sdpa_flash", "fa3", "fa4"),
     "window": ("fa3", "fa4", "flashinfer"),
     "small": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "unfused"),
     # What the targets need: a peer that draws more power in the rotation slows the others down.
     "backward": ("cuflash-deterministic", "sdpa_flash"),
+    "step": ("sdpa_flash", "sdpa_cudnn"),
+    "head-dims": ("sdpa_cudnn", "fa3", "fa4"),
     "varlen": ("cuflash-dense", "sdpa_flash", "fa3"),
     "decode": ("cuflash-cupy", "fa3", "sdpa_flash", "sdpa_cudnn"),
     "decode-paged": ("cuflash-contiguous", "fa3"),
@@ -669,6 +693,9 @@ def problem_of(name: str, case: Case) -> Case:
         beside = BESIDE[what](case) if isinstance(case, DecodeCase) else None
         _require(beside is not None, "would be the case itself")
         return beside
+    if what == "cuflash-mha":
+        _require(case.heads_q != case.heads_k, "would be the case itself")
+        return case.ungrouped
     if what != "cuflash-dense":
         return case
     _require(bool(case.lengths), "the sequences are not packed")

@@ -566,7 +566,7 @@ def _variants(case: Case, name: str, device_id: int) -> list[tuple[str, tuple, s
     found = []
     with contextlib.suppress(Exception):  # what is refused is reported where it is called
         computed = peers.problem_of(name, case)
-        for wanted in dict.fromkeys((computed, replace(computed, backward=False))):
+        for wanted in dict.fromkeys((computed, replace(computed, backward=False, step=False))):
             for kernel in config.kernels_of(*choice_of(wanted, name, device_id)):
                 constants = tuple(launch.kernel_constants(kernel).items())
                 found.append((kernel.kernel, constants, _arch(kernel, device_id)))

@@ -183,6 +183,36 @@ def test_backward_counts_five_products_and_twice_the_arrays():
     ).flops == 2 * 5 * (3 * 4 + 2 * 8)
 
 
+def test_a_step_counts_both_passes():
+    table = cases.suite("step")
+    assert len(table) == 3 * 2 * 2 and all(case.backward and case.step for case in table)
+    for case in table:
+        backward = dataclasses.replace(case, step=False)
+        forward = dataclasses.replace(backward, backward=False)
+        assert case.name == backward.name.replace(" bwd", " fwd+bwd")
+        assert case.flops == forward.flops + backward.flops
+        assert case.bytes == forward.bytes + backward.bytes + 16384 * case.heads_q * 4  # lse, written and read
+
+
+def test_grouped_heads_are_held_against_as_many_key_heads():
+    table = cases.suite("gqa", head_dims=[128])
+    assert {(case.heads_q, case.heads_k, case.backward) for case in table} == {
+        (32, heads_k, backward) for heads_k in (8, 4) for backward in (False, True)
+    }
+    for case in table:
+        alone = peers.problem_of("cuflash-mha", case)
+        assert (alone.heads_q, alone.heads_k) == (32, 32) and alone.flops == case.flops and alone.seqlen_q == case.seqlen_q
+        assert [target.contender for target in cases.asked(case)] == ["cuflash-mha"]
+        with pytest.raises(peers.Unavailable, match="would be the case itself"):
+            peers.problem_of("cuflash-mha", alone)
+
+
+def test_other_head_dims_have_one_with_values_of_their_own():
+    table = cases.suite("head-dims")
+    assert {(case.head_dim, case.head_dim_v) for case in table} == {(96, 96), (192, 192), (192, 128)}
+    assert {case.heads_q for case in table} == {2048 // 96, 2048 // 192}
+
+
 def test_packed_sequences_count_their_own_lengths():
     case = cases.packed("test", "float16", (3, 0, 2), 2, 4)
     assert case.flops == 4 * 2 * (9 + 4) * 4 and case.name == "d4 s<=3 b3 t5 h2 full"
@@ -614,6 +644,7 @@ def test_contenders_agree_on_the_cpu(changes):
         {"dtype": "float64", "batch": 2, "seqlen_k": 40, "causal": True, "head_dim_v": 8},
         {"lengths": (24, 0, 5), "causal": True},
         {"lengths": (24, 0, 5), "heads_q": 4, "window": (3, 1)},
+        {"step": True, "causal": True},
     ],
 )
 def test_contenders_agree_on_gradients_and_packed_sequences(changes):
@@ -854,6 +885,24 @@ def test_backwards_of_torch_by_their_operators(monkeypatch, name, packed, expect
     results = peers.make(name, case, arrays)()
     assert " ".join(f"{key}={value}" for key, value in seen.items()) == expected
     assert " ".join(map(str, results)) == ("dq dk dv" if packed else "dq^T dk^T dv^T")
+
+
+@pytest.mark.parametrize("name", ["cuflash", "sdpa_flash", "sdpa_cudnn"])
+@pytest.mark.parametrize("step", [False, True])
+def test_only_a_step_runs_the_forward_in_each_call(monkeypatch, name, step):
+    called = []
+    monkeypatch.setattr(peers, "_with_forward", lambda case, forward, backward: called.append((forward, backward)))
+    case = tiny(dtype="bfloat16", backward=True, step=step)
+    if name == "cuflash":
+        peers.make(name, case, cases.make_arrays(case, "numpy"))
+    else:
+        fake_torch(monkeypatch)
+        peers.make(name, case, cases.Arrays("torch", *map(FakeTensor, ("q", "k", "v", "dout"))))
+    monkeypatch.undo()
+    ((forward, backward),) = called
+    log = []
+    call = peers._with_forward(case, lambda: log.append("forward") or forward(), backward)
+    assert len(call()) == len(call()) == 3 and len(log) == (2 if step else 1)
 
 
 def test_packed_sequences_through_torch_and_fa3(monkeypatch):

@@ -371,8 +371,10 @@ def test_a_second_gpu():
         assert_same(backend_named("sm80"), result, results[0, 0], "another GPU")
     with pytest.raises(ValueError, match="q, k, v must be on one device; got cuda:0, cuda:1, cuda:0"):
         cuflash.attention(on_gpu[0][0], on_gpu[1][1], on_gpu[0][2])
+    with cupy.cuda.Device(1):
+        out = cupy.empty_like(on_gpu[1][0])
     with pytest.raises(ValueError, match="out must be on the device of q, cuda:0; got cuda:1"):
-        cuflash.attention(*on_gpu[0], out=cupy.empty_like(on_gpu[1][0]))
+        cuflash.attention(*on_gpu[0], out=out)
 
 
 def test_cpu_and_gpu_arrays_do_not_mix():
