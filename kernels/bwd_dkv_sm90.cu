@@ -122,17 +122,18 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     #pragma unroll 1
     for (int i = 0; i < visits; i++, at.next()) {
       const int rows = t.seqlen_q - visit.tile * kRows;
-      const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kRows;
+      const bool partial = is_partial(t, visit);
       // Who has used dO and Q of the last stage has read its facts.
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
       mbarrier_wait(shared_address(&s.q_free[at.stage][1]), at.phase ^ 1);
       s.lse[at.stage][preparer()] = facts.lse_log2 - kLiftLog2;
       s.delta[at.stage][preparer()] = facts.delta / kLift;
-      if (clears || separates) {
+      if ((kHasMask && partial) || (kVarlen && rows < kRows)) {
         mbarrier_wait(shared_address(&s.raw[at.stage][0]), at.phase);
         mbarrier_wait(shared_address(&s.raw[at.stage][1]), at.phase);
       }
-      clear_queries<OperandLayout>(s, at.stage, rows, clears, separates);
+      clear_queries<OperandLayout>(s, at.stage, rows, partial,
+                                   (int)preparer() < rows && may_be_nonfinite<HeadScore::kHasSlope>(facts));
       arrive_warp(s.ready[at.stage]);
       visit.advance(t);
       if (i + 1 < visits) load_facts();

@@ -204,15 +204,16 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     #pragma unroll 1
     for (int i = 0; i < visits; i++, at.next()) {
       const int rows = t.seqlen_q - visit.tile * kBlockM;
-      const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kBlockM;
+      bool may_be_poisoned = false;
       mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
       #pragma unroll
       for (int j = 0; j < kRows; j++) {
         const int row = j * kPreparing + preparer();
         s.lse[at.stage][row] = facts[j].lse_log2;
         s.delta[at.stage][row] = facts[j].delta;
+        may_be_poisoned |= row < rows && may_be_nonfinite<HeadScore::kHasSlope>(facts[j]);
       }
-      clear_queries<QLayout>(s, at.stage, rows, clears, separates);
+      clear_queries<QLayout>(s, at.stage, rows, is_partial(t, visit), may_be_poisoned);
       arrive_warp(s.ready[at.stage]);
       visit.advance(t);
       if (i + 1 < visits) load_facts();

@@ -134,6 +134,7 @@ DEV bool is_partial(const volatile KeyTile& t, const Visit& v) { return (v.tile 
 constexpr int kPreparing = kPreparers * 32;     // threads
 DEV u32 preparer() { return thread_index() - 32; }
 DEV void sync_preparers() { barrier_sync(1, kPreparing); }
+DEV bool any_preparer(bool x) { return barrier_or(1, kPreparing, x); }
 
 // Zeros in place of rows from `rows` on: what TMA read there are rows of the next sequence.
 template <typename Layout> DEV void clear_rows(u32 tile, int rows) {
@@ -150,15 +151,17 @@ template <typename Layout, typename Mark> DEV void separate_nonfinite(u32 tile, 
   clear_nonfinite<Element, Layout, Layout::kRows, kPreparing>(tile, preparer(), mark);
 }
 
-// What must not be in Q and dO of a stage, of which `rows` exist.
+// What must not be in Q and dO of a stage, of which `rows` exist. Of a partial tile they are looked through if any of the facts,
+// of which each thread has some, say that there may be something (may_be_nonfinite).
 template <typename Layout, typename Storage>
-DEV void clear_queries(Storage& s, u32 stage, int rows, bool clears, bool separates) {
+DEV void clear_queries(Storage& s, u32 stage, int rows, bool partial, bool may_be_poisoned) {
+  const bool clears = kVarlen && rows < Layout::kRows;
   if (clears) {
     clear_rows<Layout>(shared_address(s.sQ[stage]), rows);
     clear_rows<Layout>(shared_address(s.sDO[stage]), rows);
   }
+  const bool separates = kHasMask && partial && any_preparer(may_be_poisoned);  // a barrier: rows are poisoned behind their facts
   if (separates) {
-    sync_preparers();                           // rows are poisoned behind their facts
     const auto mark = [&](int row) { s.lse[stage][row] = poison(); };
     separate_nonfinite<Layout>(shared_address(s.sQ[stage]), mark);
     separate_nonfinite<Layout>(shared_address(s.sDO[stage]), mark);
