@@ -221,9 +221,9 @@ DEV void take(SharedStorage& s, Rows& rows, Output& rO, u32& phase) {
 DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
-  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
-  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  const u64 v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sV), VLayout::kPanelBytes);
+  const u64 q = descriptor_of<QLayout>(shared_address(s.sQ));
+  const u64 k = descriptor_of<KLayout>(shared_address(s.sK));
+  const u64 v = descriptor_of<VLayout>(shared_address(s.sV));
   Ring<kStages / 2> kv;                         // of this consumer's stages
   u32 q_phase = 0, join_phase = 0;
   int turn = 0;                                 // whose the next tile is
@@ -260,7 +260,7 @@ DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
       if (is_partial) apply_mask(rS, p, item, tile);
       const bool moved = update_max(rows, rS, alpha, exponent_scale);
       softmax(rows, rS, exponent_scale);
-      pack(rP, rS);
+      pack<Element>(rP, rS);
       bool is_fresh = tile + 2 >= item.end;
       if (moved && !is_fresh) scale_output(rO, alpha);
 
@@ -309,14 +309,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_rows_sm90(const
   }
   __syncthreads();
   start_dependents();           // decode_combine finds its parts while these are computed
-  const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == 0) {
-    set_fewer_registers<kLoaderRegisters>();
-    load_tiles(s, p);
-    append<Element>(p);                         // while the last tiles are computed; the others while the first ones come
-  } else {
-    set_more_registers<kConsumerRegisters>();
-    append<Element>(p);
-    compute(s, p, warpgroup - 1);
-  }
+  run_roles<kLoaderRegisters, kConsumerRegisters>(p, [&] { load_tiles(s, p); }, [&](int consumer) { compute(s, p, consumer); });
 }

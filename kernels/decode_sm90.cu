@@ -297,9 +297,9 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
   const int half = uniform(thread_index() / 128) - 1;
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
-  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
-  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  const u64 sP = wgmma_descriptor<PLayout::kSwizzleBytes>(shared_address(s.sP), PLayout::kPanelBytes);
+  const u64 q = descriptor_of<QLayout>(shared_address(s.sQ));
+  const u64 k = descriptor_of<KLayout>(shared_address(s.sK));
+  const u64 sP = descriptor_of<PLayout>(shared_address(s.sP));
   u32 tiles_before = 0, q_phase = 0;            // of the items before; of Q, and which of the sums
   Scores rS;
   Output rO;
@@ -463,14 +463,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
   }
   __syncthreads();
   start_dependents();           // decode_combine finds its parts while these are computed
-  const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == 0) {
-    set_fewer_registers<kLoaderRegisters>();
-    load_tiles(s, p);
-    append<Element>(p);                         // while the last tiles are computed; the others while the first ones come
-  } else {
-    set_more_registers<kConsumerRegisters>();
-    append<Element>(p);
-    consume(s, p);
-  }
+  run_roles<kLoaderRegisters, kConsumerRegisters>(p, [&] { load_tiles(s, p); }, [&](int) { consume(s, p); });
 }

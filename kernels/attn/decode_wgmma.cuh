@@ -13,6 +13,7 @@
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/warpgroup.cuh"
 
 using Element = ElementOf<DTYPE>::type;
 
@@ -32,12 +33,6 @@ using KLayout = PanelLayout<kBlockN, kHeadDim>;
 using VLayout = PanelLayout<kBlockN, kHeadDimV>;
 using HeadScore = Score<SCORE, float>;
 
-// One arrival a warp, once all its lanes are there.
-DEV void arrive_warp(u64& barrier) {
-  __syncwarp();
-  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-}
-
 // First element of a packed row in q or out.
 DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& item, int row) {
   const int group = group_of(p);
@@ -55,7 +50,6 @@ using Scores = float[kBlockN / 2];
 using Weights = u32[kBlockN / 16][4];
 
 DEV u32 load_shared_word(u32 address) { return *(const u32*)__cvta_shared_to_generic(address); }
-DEV int warp_row() { return (int)(thread_index() % 128 / 32) * 16; }
 DEV int lane_row() { return warp_row() + (int)(thread_index() % 32 / 4); }     // the first of the two
 
 // Logits in place of raw products.
@@ -124,10 +118,6 @@ DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
     }
   }
 }
-DEV void pack(Weights& rP, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
 
 template <int kSize> DEV void scale_output(float (&rO)[kSize], const float (&alpha)[2]) {
   #pragma unroll
@@ -136,11 +126,7 @@ template <int kSize> DEV void scale_output(float (&rO)[kSize], const float (&alp
 
 // Starts O += P V, or O = P V, of the columns from `v` on; P in registers.
 template <int kSize> DEV void multiply_pv(float (&rO)[kSize], const Weights& rP, u64 v, bool add) {
-  wgmma_fence();
-  #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_rs<Element>(rO, rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
-  wgmma_commit();
+  multiply_weights<Element, VLayout>(rO, rP, v, add);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- results
@@ -203,5 +189,23 @@ DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& 
       const int head = item.head_k * group + row % group;
       ((float*)p.lse)[((i64)item.batch * p.heads_q + head) * p.seqlen_q + row / group] = lse * 0.6931471806f;
     }
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------------- roles
+
+// Warpgroup 0 loads, the others compute. All write new keys and values to the cache: who loads while the last tiles are computed,
+// the others while the first ones come.
+template <int kLoaderRegisters, int kConsumerRegisters, typename Load, typename Compute>
+DEV void run_roles(const DecodeParams& p, Load load, Compute compute) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    set_fewer_registers<kLoaderRegisters>();
+    load();
+    append<Element>(p);
+  } else {
+    set_more_registers<kConsumerRegisters>();
+    append<Element>(p);
+    compute(warpgroup - 1);
   }
 }

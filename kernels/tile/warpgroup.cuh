@@ -11,9 +11,12 @@ DEV void arrive_warp(u64& barrier) {
   if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
 }
 
-// Of a tile that lies as a PanelLayout, from a multiple of eight rows on.
+// Of a tile that lies as a PanelLayout; from a multiple of eight rows on.
+template <typename Layout> DEV u64 descriptor_of(u32 tile) {
+  return wgmma_descriptor<Layout::kSwizzleBytes>(tile, Layout::kPanelBytes);
+}
 template <typename Layout> DEV u64 descriptor_of(const u8* tile, int first_row = 0) {
-  return wgmma_descriptor<Layout::kSwizzleBytes>(shared_address(tile) + first_row * Layout::kSwizzleBytes, Layout::kPanelBytes);
+  return descriptor_of<Layout>(shared_address(tile) + first_row * Layout::kSwizzleBytes);
 }
 
 // Accumulators, rounded: A operands.
