@@ -42,15 +42,16 @@ template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfi
     for (int i = 0; i < 4; i++) find_nonfinite<T>(found[i], c.word[i]);
   }
   const bool any = (found[0] | found[1] | found[2] | found[3]) & 0x7fff7fff;
-  if (!kClear || !any) return any;
-  #pragma unroll 1
-  for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
-    Chunk c = load_shared(tile + at);
-    #pragma unroll
-    for (int i = 0; i < 4; i++) c.word[i] &= finite_mask<T>(c.word[i]);
-    store_shared(tile + at, c);
+  if constexpr (kClear) {
+    #pragma unroll 1
+    for (u32 at = thread * 16; any && at < kBytes; at += kThreads * 16) {
+      Chunk c = load_shared(tile + at);
+      #pragma unroll
+      for (int i = 0; i < 4; i++) c.word[i] &= finite_mask<T>(c.word[i]);
+      store_shared(tile + at, c);
+    }
   }
-  return true;
+  return any;
 }
 
 // NaN and Inf of a tile of kRows rows become 0, and mark(row) is called for every row that had any. A thread answers for its own
