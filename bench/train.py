@@ -18,6 +18,7 @@ import os
 import statistics
 import sysconfig
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -30,7 +31,8 @@ BACKENDS = {
     "torch": ("cuflash", "sdpa_flash", "sdpa_cudnn", "unfused"),
     "jax": ("cuflash", "xla", "cudnn"),
 }
-REFERENCES = ("unfused", "xla", "sdpa_flash", "cudnn")  # what the others' losses are compared with: the first that is there
+# What the others' losses are compared with: the first that is there, and if it has fewer steps the first that has all.
+REFERENCES = ("unfused", "xla", "sdpa_flash", "cudnn")
 SMOOTHED = 10  # steps in a mean of losses
 WARM_UP = 3  # steps before the ones that are timed: kernels are compiled, memory is asked for
 
@@ -140,7 +142,7 @@ def difference(one: dict, other: dict) -> float:
 
 
 def agreements(runs: list[dict]) -> list[dict]:
-    """Of each framework and length: how far each backend's losses are from the reference's, and the two of one backend that
+    """Of each framework and length: how far each backend's losses are from a reference's, and the two of one backend that
     started from different weights from each other. ``ok``: no further.
     """
     result = []
@@ -150,24 +152,28 @@ def agreements(runs: list[dict]) -> list[dict]:
         seed = min(run["seed"] for run in here)
         first = {run["backend"]: run for run in here if run["seed"] == seed}
         pairs = [(first[run["backend"]], run) for run in here if run["seed"] != seed and run["backend"] in first]
-        reference = next((name for name in REFERENCES if name in first), None)
-        if not pairs or reference is None:
+        references = [name for name in REFERENCES if name in first]
+        if not pairs or not references:
             continue
         spread = difference(*pairs[0])
         for name, run in first.items():
-            if name != reference:
-                steps = min(run["steps"], first[reference]["steps"])
-                apart = difference(run, first[reference])
+            if name == references[0]:
+                continue
+            others = [first[other] for other in references if other != name]
+            longer = [other for other in others[1:] if others[0]["steps"] < run["steps"] <= other["steps"]]
+            for other in others[:1] + longer[:1]:
+                steps = min(run["steps"], other["steps"])
+                apart = difference(run, other)
                 result.append(
                     {
                         "framework": framework,
                         "seqlen": seqlen,
                         "backend": name,
-                        "reference": reference,
+                        "reference": other["backend"],
                         "steps": steps,
                         "mean_difference": round(apart, 6),
                         "spread_of_seeds": round(spread, 6),
-                        "last_losses": [round(float(smoothed(one["losses"][:steps])[-1]), 4) for one in (run, first[reference])],
+                        "last_losses": [round(float(smoothed(one["losses"][:steps])[-1]), 4) for one in (run, other)],
                         "ok": apart <= spread,
                     }
                 )
@@ -219,7 +225,7 @@ def main(framework, backends, seqlen, steps, unfused_steps, layers, hidden, head
     setting = Setting(layers, hidden, heads, seqlen, tokens, steps)
     result = {"kind": "train", "environment": record.environment(device_id)}
     click.echo(record.headline(result["environment"]))
-    more = {"parameters": setting.parameters, "xla_flags": os.environ.get("XLA_FLAGS")}
+    more = {"parameters": setting.parameters, "xla_flags": os.environ.get("XLA_FLAGS"), "version": version(framework)}
     result["settings"] = {f"{framework} {seqlen}": asdict(setting) | more}
     runs = []
     if path and path.exists():
