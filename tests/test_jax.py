@@ -1124,3 +1124,25 @@ def test_what_the_benchmark_calls():
     assert {count for _, count in found} == set(jax_overhead.COUNTS)
     out, three, gradients = (found[key](q, q, q) for key in (("cuflash", 1), ("cuflash", 4), ("cuflash, gradient", 1)))
     assert out.shape == three.shape == q.shape and len(gradients) == 3
+
+
+def test_what_the_benchmark_makes_of_rounds(monkeypatch):
+    from bench import jax_overhead
+
+    times = {1: iter([10.0, 40.0, 12.0, 12.0, 12.0]), 16: iter([160.0, 190.0, 312.0, 192.0, 192.0])}
+    found = {("cuflash", 1): lambda *x: 1, ("cuflash", 16): lambda *x: 16, ("jax.nn, cudnn", 1): lambda *x: 1 / 0}
+    monkeypatch.setattr(jax_overhead, "programs", lambda jax: found)
+
+    def host_time(call, calls, synchronise):
+        last = call.__defaults__[1]
+        call()
+        assert calls == 20
+        return {"median_us": next(times[last[0]])}
+
+    monkeypatch.setattr(jax_overhead, "host_time", host_time)
+    said = []
+    results = jax_overhead.measure(100, said.append)
+    assert results["jax.nn, cudnn"] == {"failed": "division by zero"}
+    assert results["cuflash"]["median_us"] == 12 and results["cuflash, 16 calls"]["us_a_call_more"] == 12
+    assert results["cuflash, 16 calls"]["rounds_us_a_call_more"] == [10, 10, 20, 12, 12]
+    assert "12.00 us a call more   (10.00 to 20.00): ok, at most 15 asked" in said[2]
