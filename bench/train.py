@@ -85,17 +85,21 @@ def batches(setting: Setting) -> np.ndarray:
 
 
 def initial_weights(setting: Setting) -> dict[str, np.ndarray]:
-    """float32; those of a block for all layers at once."""
-    rng = np.random.default_rng(setting.seed)
-    hidden, layers = setting.hidden, setting.layers
+    """float32; those of a block for all layers at once. Not to be written into: the next backend gets the same arrays."""
+    return _weights(setting.seed, setting.seqlen, setting.hidden, setting.layers, setting.vocabulary)
+
+
+@functools.lru_cache(1)
+def _weights(seed: int, seqlen: int, hidden: int, layers: int, vocabulary: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=0.02):
         return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
 
     into_residual = 0.02 / (2 * layers) ** 0.5
     return {
-        "embedding": normal(setting.vocabulary, hidden),
-        "positions": normal(setting.seqlen, hidden),
+        "embedding": normal(vocabulary, hidden),
+        "positions": normal(seqlen, hidden),
         "last_norm": np.ones(hidden, np.float32),
         "norm1": np.ones((layers, hidden), np.float32),
         "norm2": np.ones((layers, hidden), np.float32),
