@@ -1,17 +1,21 @@
 """What a call of cuflash.jax costs on the host, beside jax.nn.dot_product_attention, as programs of one call and of several.
 
     python -m bench.jax_overhead --json bench/results/jax_overhead_h200.json
-    python -m bench.jax_overhead --no-command-buffers
+    python -m bench.jax_overhead --json bench/results/jax_overhead_h200.json --no-command-buffers
 
 On a tiny problem, so that the GPU is never behind. A program of 16 calls minus one of a call, a fifteenth of it, is what a
-call more costs. XLA records calls in a row into a CUDA graph and replays it while memory stays where it is: without that
-(``--no-command-buffers``) each is made by the host.
+call more costs. All programs take turns in five rounds, as hosts drift within seconds. XLA records calls in a row into a
+CUDA graph and replays it while memory stays where it is: without that (``--no-command-buffers``) each is made by the host.
+A record grows: it has both.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
+import statistics
+from pathlib import Path
 
 import click
 
@@ -20,6 +24,7 @@ from .overhead import TINY, host_time
 
 TARGET_US = 15.0  # of a call more in a program
 COUNTS = 1, 4, 16
+ROUNDS = 5
 
 
 def programs(jax) -> dict:
@@ -57,7 +62,7 @@ def measure(calls: int, say) -> dict:
 
     rng = np.random.default_rng(0)
     given = [jax.numpy.asarray(rng.standard_normal(shape), TINY.dtype) for shape in TINY.shapes]
-    results = {}
+    runs, results = {}, {}
     for (name, count), program in programs(jax).items():
         last = []
 
@@ -69,24 +74,38 @@ def measure(calls: int, say) -> dict:
 
         entry = f"{name}, {count} calls" if count > 1 else name
         try:
-            results[entry] = host_time(call, calls, wait)
+            call()
+            wait()
         except Exception as error:
             results[entry] = {"failed": " ".join(str(error).split())[:200]}
-            say(f"{entry:32} FAILED: {results[entry]['failed']}")
+        else:
+            runs[entry], results[entry] = (call, wait), {"rounds_us": []}
+    for _ in range(ROUNDS):
+        for entry, run in runs.items():
+            results[entry]["rounds_us"].append(host_time(run[0], calls // ROUNDS, run[1])["median_us"])
+    for entry, result in results.items():
+        if "failed" in result:
+            say(f"{entry:32} FAILED: {result['failed']}")
             continue
-        say(f"{entry:32} {results[entry]['median_us']:8.2f} us")
-        if count == COUNTS[-1] and "median_us" in results.get(name, {}):
-            more = (results[entry]["median_us"] - results[name]["median_us"]) / (count - 1)
-            results[entry]["us_a_call_more"] = round(more, 2)
-            verdict = f"   {'ok' if more <= TARGET_US else 'OVER'}: at most {TARGET_US:.0f} asked" * name.startswith("cuflash")
-            say(f"{'':32} {more:8.2f} us a call more{verdict}")
+        result["median_us"] = statistics.median(result["rounds_us"])
+        say(f"{entry:32} {result['median_us']:8.2f} us   (rounds {min(result['rounds_us'])} to {max(result['rounds_us'])})")
+        name = entry.removesuffix(f", {COUNTS[-1]} calls")
+        if name != entry and name in runs:
+            pairs = zip(result["rounds_us"], results[name]["rounds_us"])
+            more = [(many - one) / (COUNTS[-1] - 1) for many, one in pairs]
+            result |= {"us_a_call_more": round(statistics.median(more), 2), "rounds_us_a_call_more": [round(x, 2) for x in more]}
+            verdict = f": {'ok' if statistics.median(more) <= TARGET_US else 'OVER'}, at most {TARGET_US:.0f} asked"
+            say(
+                f"{'':32} {statistics.median(more):8.2f} us a call more   ({min(more):.2f} to {max(more):.2f})"
+                + verdict * name.startswith("cuflash")
+            )
     return results
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--calls", type=click.IntRange(100), default=1000, show_default=True, help="Timed calls.")
+@click.option("--calls", type=click.IntRange(ROUNDS), default=1000, show_default=True, help="Timed calls of each, in all rounds.")
 @click.option("--command-buffers/--no-command-buffers", default=True, help="Whether XLA records calls into graphs.")
-@click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Where the record goes, or grows.")
 def main(calls, command_buffers, path):
     """Measure what a call costs in a program of JAX."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -103,11 +122,15 @@ def main(calls, command_buffers, path):
         "kind": "jax_overhead",
         "environment": record.environment(device.local_hardware_id) | {"jax": jax.__version__},
         "problem": TINY.name,
-        "command_buffers": command_buffers,
         "targets": {"call_more_us": TARGET_US},
     }
     click.echo(f"{record.headline(result['environment'])}; jax {jax.__version__}")
-    result["calls"] = measure(calls, click.echo)
+    if path and path.exists():
+        old = json.loads(path.read_text())
+        if old["environment"]["kernels_digest"] == result["environment"]["kernels_digest"]:
+            result = old | result
+    done = {"date": result["environment"]["date"], "calls": measure(calls, click.echo)}
+    result["graphs" if command_buffers else "no_graphs"] = done
     if path:
         record.write(path, result)
         click.echo(f"record: {path}")

@@ -125,13 +125,13 @@ def memory_table(rows: list[dict], keep) -> list[str]:
 
 
 def train_tables(record: dict) -> list[str]:
-    """Training of each framework and length: tokens a second, a step, peak memory, and the losses against the reference's."""
+    """Training of each framework and length: tokens a second, a step, peak memory, and how far losses are from a reference's."""
     lines = []
-    agreements = {(one["framework"], one["seqlen"], one["backend"]): one for one in record["agreements"]}
     for framework, seqlen in dict.fromkeys((run["framework"], run["seqlen"]) for run in record["runs"]):
         here = [run for run in record["runs"] if (run["framework"], run["seqlen"]) == (framework, seqlen)]
         seed = min(run["seed"] for run in here)
-        rows, reference = [], "the reference"
+        agreements = [one for one in record["agreements"] if (one["framework"], one["seqlen"]) == (framework, seqlen)]
+        rows = []
         for run in here:
             if run["seed"] != seed:
                 continue
@@ -139,13 +139,15 @@ def train_tables(record: dict) -> list[str]:
             if "failed" in run:
                 rows.append([name, run["failed"], "", "", ""])
                 continue
-            apart, one = "", agreements.get((framework, seqlen, run["backend"]))
-            if one:
-                reference = TITLES.get(one["reference"], one["reference"])
-                apart = f"{one['mean_difference']:.4f} of {one['spread_of_seeds']:.4f}, {one['steps']} steps"
+            apart = "; ".join(
+                f"{one['mean_difference']:.4f} from {TITLES.get(one['reference'], one['reference'])}, {one['steps']} steps"
+                for one in agreements
+                if one["backend"] == run["backend"]
+            )
             step, memory = f"{run['median_step_s'] * 1e3:.1f}", f"{run['peak_bytes'] / 2**30:.1f}"
             rows.append([name, f"{run['tokens_per_s'] / 1e3:.0f}k", step, memory, apart])
-        heads = [f"{framework}, seqlen {seqlen}", "tokens/s", "ms a step", "GiB", f"losses from those of {reference}"]
+        spread = f", of two seeds {agreements[0]['spread_of_seeds']:.4f}" if agreements else ""
+        heads = [f"{framework}, seqlen {seqlen}", "tokens/s", "ms a step", "GiB", f"losses apart{spread}"]
         lines += ["", *_lines(heads, rows)] if lines else _lines(heads, rows)
     return lines
 

@@ -18,6 +18,7 @@ import os
 import statistics
 import sysconfig
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -30,7 +31,8 @@ BACKENDS = {
     "torch": ("cuflash", "sdpa_flash", "sdpa_cudnn", "unfused"),
     "jax": ("cuflash", "xla", "cudnn"),
 }
-REFERENCES = ("unfused", "xla", "sdpa_flash", "cudnn")  # what the others' losses are compared with: the first that is there
+# What the others' losses are compared with: the first that is there, and if it has fewer steps the first that has all.
+REFERENCES = ("unfused", "xla", "sdpa_flash", "cudnn")
 SMOOTHED = 10  # steps in a mean of losses
 WARM_UP = 3  # steps before the ones that are timed: kernels are compiled, memory is asked for
 
@@ -83,17 +85,21 @@ def batches(setting: Setting) -> np.ndarray:
 
 
 def initial_weights(setting: Setting) -> dict[str, np.ndarray]:
-    """float32; those of a block for all layers at once."""
-    rng = np.random.default_rng(setting.seed)
-    hidden, layers = setting.hidden, setting.layers
+    """float32; those of a block for all layers at once. Not to be written into: the next backend gets the same arrays."""
+    return _weights(setting.seed, setting.seqlen, setting.hidden, setting.layers, setting.vocabulary)
+
+
+@functools.lru_cache(1)
+def _weights(seed: int, seqlen: int, hidden: int, layers: int, vocabulary: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=0.02):
         return (scale * rng.standard_normal(shape, np.float32)).astype(np.float32)
 
     into_residual = 0.02 / (2 * layers) ** 0.5
     return {
-        "embedding": normal(setting.vocabulary, hidden),
-        "positions": normal(setting.seqlen, hidden),
+        "embedding": normal(vocabulary, hidden),
+        "positions": normal(seqlen, hidden),
         "last_norm": np.ones(hidden, np.float32),
         "norm1": np.ones((layers, hidden), np.float32),
         "norm2": np.ones((layers, hidden), np.float32),
@@ -140,7 +146,7 @@ def difference(one: dict, other: dict) -> float:
 
 
 def agreements(runs: list[dict]) -> list[dict]:
-    """Of each framework and length: how far each backend's losses are from the reference's, and the two of one backend that
+    """Of each framework and length: how far each backend's losses are from a reference's, and the two of one backend that
     started from different weights from each other. ``ok``: no further.
     """
     result = []
@@ -150,24 +156,28 @@ def agreements(runs: list[dict]) -> list[dict]:
         seed = min(run["seed"] for run in here)
         first = {run["backend"]: run for run in here if run["seed"] == seed}
         pairs = [(first[run["backend"]], run) for run in here if run["seed"] != seed and run["backend"] in first]
-        reference = next((name for name in REFERENCES if name in first), None)
-        if not pairs or reference is None:
+        references = [name for name in REFERENCES if name in first]
+        if not pairs or not references:
             continue
         spread = difference(*pairs[0])
         for name, run in first.items():
-            if name != reference:
-                steps = min(run["steps"], first[reference]["steps"])
-                apart = difference(run, first[reference])
+            if name == references[0]:
+                continue
+            others = [first[other] for other in references if other != name]
+            longer = [other for other in others[1:] if others[0]["steps"] < run["steps"] <= other["steps"]]
+            for other in others[:1] + longer[:1]:
+                steps = min(run["steps"], other["steps"])
+                apart = difference(run, other)
                 result.append(
                     {
                         "framework": framework,
                         "seqlen": seqlen,
                         "backend": name,
-                        "reference": reference,
+                        "reference": other["backend"],
                         "steps": steps,
                         "mean_difference": round(apart, 6),
                         "spread_of_seeds": round(spread, 6),
-                        "last_losses": [round(float(smoothed(one["losses"][:steps])[-1]), 4) for one in (run, first[reference])],
+                        "last_losses": [round(float(smoothed(one["losses"][:steps])[-1]), 4) for one in (run, other)],
                         "ok": apart <= spread,
                     }
                 )
@@ -219,7 +229,7 @@ def main(framework, backends, seqlen, steps, unfused_steps, layers, hidden, head
     setting = Setting(layers, hidden, heads, seqlen, tokens, steps)
     result = {"kind": "train", "environment": record.environment(device_id)}
     click.echo(record.headline(result["environment"]))
-    more = {"parameters": setting.parameters, "xla_flags": os.environ.get("XLA_FLAGS")}
+    more = {"parameters": setting.parameters, "xla_flags": os.environ.get("XLA_FLAGS"), "version": version(framework)}
     result["settings"] = {f"{framework} {seqlen}": asdict(setting) | more}
     runs = []
     if path and path.exists():

@@ -89,7 +89,7 @@ def losses_of(backend: str, setting: Setting, device_id: int | None) -> tuple[li
     data = batches(setting).astype(np.int32)
     compiled = _compiled(backend, replace(setting, seed=0), dtype, device)
     with jax.default_device(device):
-        weights = {name: jnp.asarray(x) for name, x in initial_weights(setting).items()}
+        weights = {name: jnp.array(x) for name, x in initial_weights(setting).items()}
         state = weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights)
         del weights
         losses, ticks = [], []

@@ -35,7 +35,7 @@ class Gpt(torch.nn.Module):
         weights = {name: torch.from_numpy(value) for name, value in initial_weights(setting).items()}
         shared = "embedding", "positions", "last_norm"
         for name in shared:
-            self.register_parameter(name, torch.nn.Parameter(weights.pop(name)))
+            self.register_parameter(name, torch.nn.Parameter(weights.pop(name).clone()))
         # Matrices are transposed, as nn.Linear has them.
         stacks = {name: stack if stack.ndim == 2 else stack.mT.contiguous() for name, stack in weights.items()}
         self.blocks = torch.nn.ModuleList(

@@ -10,7 +10,9 @@ import os
 @functools.cache
 def library():
     """The driver's library."""
-    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    driver = ctypes.CDLL(name)
+    driver.cuTensorMapReplaceAddress = ctypes.PyDLL(name).cuTensorMapReplaceAddress     # quick: to let go of the GIL takes longer
     driver.cuTensorMapReplaceAddress.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     return driver

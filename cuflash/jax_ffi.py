@@ -5,8 +5,9 @@ is a text that says all of a call that is known when it is traced, so that progr
 same; what is made of it is kept by the text. Then only addresses are read: on a GPU they go into a prepared launch, on the CPU
 they become NumPy arrays.
 
-XLA also calls from threads of its own, for which Python makes a new state each time, so nothing is kept by thread: a prepared
-launch, which writes its pointers into its own record, is taken from a list and put back.
+XLA also calls from threads of its own. Python would make a state for each call and drop it after, which takes longer than all
+else here: the first call in a thread keeps it. A prepared launch, which writes its pointers into its own record, is taken from
+a list and put back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import json
 import math
 import operator
+import struct
 import threading
 import time
 from typing import NamedTuple
@@ -123,20 +125,25 @@ def encode(call: Call, operands, results, num_bytes: int) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- C structures
 
-# All memory by words: reading through it takes a fraction of what ctypes takes.
+# All memory, by words and by bytes: reading through it takes a fraction of what ctypes takes.
 _words = memoryview((ctypes.c_uint64 * (1 << 58)).from_address(0)).cast("B").cast("Q")
 _bytes = _words.cast("B")
 
 # Words of XLA_FFI_CallFrame. Of a group, of operands, results or attributes: size, extension, number, types, array (attributes:
 # names, array).
-_EXTENSION, _API, _CONTEXT, _ARGS, _RETS, _ATTRS, _FRAME_WORDS = 1, 2, 3, 5, 10, 15, 21
+_EXTENSION, _API, _ARGS, _RETS, _ATTRS, _FRAME_WORDS = 1, 2, 5, 10, 15, 21
 _FRAME_BYTES, _GROUP_BYTES, _ATTRS_BYTES, _BUFFER_BYTES, _API_BYTES, _METADATA_BYTES = 168, 40, 48, 48, 88, 36
-_DATA = 3                               # word of XLA_FFI_Buffer: size, extension, dtype, data, rank, dims
 _VERSION, _ERROR_CREATE, _ERROR_DETAILS, _ERROR_DESTROY, _STREAM_GET = 4, 6, 7, 8, 10       # words of XLA_FFI_Api
 _METADATA_EXTENSION, _COMMAND_BUFFER_COMPATIBLE = 1, 1
 _DTYPES = {"int32": 4, "int64": 5, "uint8": 6, "float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
 _INVALID_ARGUMENT, _UNIMPLEMENTED, _INTERNAL = 3, 12, 13
 _INT32 = 2**32 - 1
+
+# What every call reads. Of a frame: extension, API, context, and the arrays of operands, of results and of attributes. Of a
+# string: address and length. Of a buffer, by the word where it begins: size, extension, dtype, data.
+_read_frame = struct.Struct("=8x3Q40xQ32xQ40xQ").unpack_from
+_read_string = struct.Struct("=2Q").unpack_from
+_data_of = _words[3:]
 
 
 class _ErrorArgs(ctypes.Structure):     # XLA_FFI_Error_Create_Args
@@ -157,9 +164,12 @@ _Handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _Function = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)     # quick functions of XLA, called with the GIL held
 
 
-@functools.cache
 def _function(api: int, word: int):
     return _Function(_words[(api >> 3) + word])
+
+
+def _words_of_frame(address: int) -> memoryview:
+    return _words[address >> 3:(address >> 3) + _FRAME_WORDS]
 
 
 def _expect(what: str, got: int, size: int, exact: bool = False) -> None:
@@ -281,6 +291,8 @@ class _Known:
         if self.scratch:
             self.buffers.append(Array("workspace", "uint8", (self.scratch,)))
         self.num_operands, self.num_results = len(given), len(self.buffers) - len(given)
+        self.read_operands, self.read_results = (struct.Struct(f"={count}Q").unpack_from
+                                                 for count in (self.num_operands, self.num_results))
         places = {}
         for place, array in enumerate(self.buffers):
             places.setdefault(array.name, place)        # of a cache the operand; its result is in the same memory
@@ -302,13 +314,14 @@ class _Known:
                 pointers[names.index("v_cache")] += 1 << 48
         return state(self.call, [self.buffers[place] for place in self.stated], pointers, device)
 
-    def check(self, frame: memoryview) -> None:
-        """Raise unless the buffers are those of which the text tells."""
+    def check(self, address: int) -> None:
+        """Raise unless the buffers of the frame there are those of which the text tells."""
+        frame = _words_of_frame(address)
         _check_frame(frame)
         if frame[_ARGS + 2] != self.num_operands or frame[_RETS + 2] != self.num_results:
             raise RuntimeError(f"XLA calls {self.call.operation} with {frame[_ARGS + 2]} operands and {frame[_RETS + 2]} "
                                f"results; it was traced with {self.num_operands} and {self.num_results}")
-        for array, buffer in zip(self.buffers, self._addresses(frame)):
+        for array, buffer in zip(self.buffers, self._addresses(frame[_ARGS + 4], frame[_RETS + 4])):
             size, _, dtype, _, rank, dims = _words[buffer >> 3:(buffer >> 3) + 6]
             _expect("XLA_FFI_Buffer", size, _BUFFER_BYTES)
             shape, dtype = tuple(_words[dims >> 3:(dims >> 3) + rank]), dtype & _INT32
@@ -317,17 +330,16 @@ class _Known:
                                    f"was traced with {array.shape} and {array.dtype}")
         self.checked = True
 
-    def _addresses(self, frame: memoryview) -> list[int]:
+    def _addresses(self, operands: int, results: int) -> tuple[int, ...]:
         """Where the buffers are described, operands and then results."""
-        operands, results = frame[_ARGS + 4] >> 3, frame[_RETS + 4] >> 3
-        return _words[operands:operands + self.num_operands].tolist() + _words[results:results + self.num_results].tolist()
+        return self.read_operands(_bytes, operands) + self.read_results(_bytes, results)
 
-    def pointers(self, frame: memoryview) -> list[int]:
-        """The addresses of all buffers, and a null."""
+    def pointers(self, address: int, operands: int, results: int) -> list[int]:
+        """The addresses of all buffers, and a null. Of the frame: its address, and those of its two arrays."""
         if not self.checked:
-            self.check(frame)
-        words = _words
-        found = [words[(address >> 3) + _DATA] for address in self._addresses(frame)]
+            self.check(address)
+        data_of = _data_of
+        found = [data_of[buffer >> 3] for buffer in self._addresses(operands, results)]
         for one, other in self.same:
             if found[one] != found[other]:
                 raise RuntimeError(f"XLA did not give the result {self.buffers[one].name} the memory of the operand")
@@ -355,25 +367,28 @@ class _Known:
                                f"was compiled by JAX with {self.scratch}: compile it in a process that has this GPU")
         return _Ready(self, prepared)
 
-    def launch(self, frame: memoryview) -> None:
-        pointers = self.pointers(frame)
+    def launch(self, address: int, api: int, context: int, operands: int, results: int) -> None:
+        pointers = self.pointers(address, operands, results)
+        bits = 0
+        for pointer in pointers:
+            bits |= pointer
         # Mostly all are aligned to 16 bytes. Where not, it matters which: kernels are chosen by that of inputs and of results.
-        key = _get_device(), functools.reduce(operator.or_, pointers) & 15 and tuple(pointer & 15 for pointer in pointers)
+        key = _get_device(), bits & 15 and tuple([pointer & 15 for pointer in pointers])
         waiting = self.ready.get(key)
         if waiting is None:
             waiting = self.ready.setdefault(key, [])
         try:
             ready = waiting.pop()
         except IndexError:
-            ready = self.prepare(key[0], _stream_of(frame, _StreamArgs(32, 0, 0, 0)), pointers)
+            ready = self.prepare(key[0], _stream_of(api, context, _StreamArgs(32, 0, 0, 0)), pointers)
         if ready.launch is not None:
-            ready(_stream_of(frame, ready.stream_args, ready.stream_address), pointers)
+            ready(_stream_of(api, context, ready.stream_args, ready.stream_address), pointers)
         waiting.append(ready)
 
     # ------------------------------------------------------------------------------------------------------------------- CPU
 
-    def compute(self, frame: memoryview) -> None:
-        pointers = self.pointers(frame)
+    def compute(self, address: int, operands: int, results: int) -> None:
+        pointers = self.pointers(address, operands, results)
         stated, _ = self.described()
         x = dict.fromkeys(self.operation.arrays)
         for array, pointer in reversed(list(zip(self.buffers, pointers))):      # the operands last: see places
@@ -401,12 +416,12 @@ def _get_device() -> int:
     return _get_device()
 
 
-def _stream_of(frame: memoryview, args, address: int | None = None) -> int:
+def _stream_of(api: int, context: int, args, address: int | None = None) -> int:
     """``args``: _StreamArgs of one's own; ``address``: theirs, if it is known."""
-    args[2] = frame[_CONTEXT]
-    error = _function(frame[_API], _STREAM_GET)(ctypes.addressof(args) if address is None else address)
+    args[2] = context
+    error = _get_stream[api](ctypes.addressof(args) if address is None else address)
     if error:
-        _raise_xla(frame[_API], error)
+        _raise_xla(api, error)
     return args[3]
 
 
@@ -414,18 +429,25 @@ def _stream_of(frame: memoryview, args, address: int | None = None) -> int:
 
 PLATFORMS: set[str] = set()     # for which calls have been compiled
 _active: set[int] = set()       # threads that compute on the CPU
-_checked: set[int] = set()      # tables of functions of XLA's whose frames are as expected
+_get_stream: dict[int, object] = {}     # by the table of functions of an XLA whose frames are as expected: one of them
 _known: dict[bytes, _Known] = {}
 _lock = threading.Lock()
 
 
-def _known_of(frame: memoryview, platform: str) -> _Known:
-    if frame[_API] not in _checked:
-        _check_frame(frame)
-        _checked.add(frame[_API])
-    attribute = _words[frame[_ATTRS + 5] >> 3] >> 3
-    start = _words[attribute]           # the first attribute and the only one, a string: address, length
-    text = _bytes[start:start + _words[attribute + 1]].tobytes()
+class _Thread(threading.local):
+    is_kept = False
+
+
+_thread = _Thread()
+_keep_state = ctypes.pythonapi.PyGILState_Ensure        # without its counterpart, until the process ends
+
+
+def _known_of(address: int, api: int, attributes: int, platform: str) -> _Known:
+    if api not in _get_stream:
+        _check_frame(_words_of_frame(address))
+        _get_stream[api] = _function(api, _STREAM_GET)
+    start, length = _read_string(_bytes, _words[attributes >> 3])       # the first attribute and the only one
+    text = _bytes[start:start + length].tobytes()
     known = _known.get(text)
     if known is None:
         with _lock:
@@ -439,34 +461,36 @@ def _known_of(frame: memoryview, platform: str) -> _Known:
 def _handler(handle):
     """The C function of a handler. Whatever goes wrong becomes an error of XLA."""
     def call(address):
-        start = address >> 3
-        frame = _words[start:start + _FRAME_WORDS]
+        extension, api, context, operands, results, attributes = _read_frame(_bytes, address)
         try:
-            if frame[_EXTENSION]:
-                _answer_metadata(frame)
+            if not _thread.is_kept:
+                _keep_state()
+                _thread.is_kept = True
+            if extension:
+                _answer_metadata(_words_of_frame(address))
             else:
-                handle(frame)
+                handle(address, api, context, operands, results, attributes)
         except BaseException as error:
-            return _fail(frame[_API], error)
+            return _fail(api, error)
         return None
     return _Handler(call)
 
 
-def _execute_gpu(frame) -> None:
-    _known_of(frame, "gpu").launch(frame)
+def _execute_gpu(address, api, context, operands, results, attributes) -> None:
+    _known_of(address, api, attributes, "gpu").launch(address, api, context, operands, results)
 
 
-def _execute_cpu(frame) -> None:
+def _execute_cpu(address, api, context, operands, results, attributes) -> None:
     thread = threading.get_ident()
     _active.add(thread)
     try:
-        _known_of(frame, "cpu").compute(frame)
+        _known_of(address, api, attributes, "cpu").compute(address, operands, results)
     finally:
         _active.discard(thread)
 
 
-def _instantiate_gpu(frame) -> None:
-    known = _known_of(frame, "gpu")
+def _instantiate_gpu(address, api, context, operands, results, attributes) -> None:
+    known = _known_of(address, api, attributes, "gpu")
     check_driver()
     for device_id in _gpus_of_jax():
         known.load(device_id)

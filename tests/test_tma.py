@@ -211,7 +211,8 @@ def test_the_driver_is_loaded_when_a_map_is_made(monkeypatch):
                 setattr(self, function, lambda *arguments: 0)
 
     monkeypatch.setattr(tma.ctypes, "CDLL", Library)
+    monkeypatch.setattr(tma.ctypes, "PyDLL", Library)  # for what is called with the GIL held
     monkeypatch.setattr(tma, "_driver", functools.cache(inspect.unwrap(tma._driver)))
-    assert tma._driver() is tma._driver() and loaded == ["nvcuda.dll" if os.name == "nt" else "libcuda.so.1"]
+    assert tma._driver() is tma._driver() and loaded == ["nvcuda.dll" if os.name == "nt" else "libcuda.so.1"] * 2
     assert tma._driver().cuTensorMapReplaceAddress.argtypes == (ctypes.c_void_p, ctypes.c_void_p)
     assert tma._driver().cuLaunchKernelEx.argtypes == (ctypes.c_void_p,) * 4

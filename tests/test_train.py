@@ -53,10 +53,12 @@ def test_agreement():
         run("cuflash", [x + 0.11 for x in falling], seed=1),
         {"framework": "torch", "backend": "sdpa_cudnn", "seqlen": 8, "seed": 0, "steps": 30, "failed": "not there"},
     ]
-    ours, theirs = train.agreements(runs)
+    ours, longer, theirs = train.agreements(runs)
     assert ours["backend"] == "cuflash" and ours["reference"] == "unfused" and ours["steps"] == 20 and ours["ok"]
     assert ours["mean_difference"] == pytest.approx(0.01) and ours["spread_of_seeds"] == pytest.approx(0.1)
-    assert theirs["backend"] == "sdpa_flash" and not theirs["ok"]
+    assert (theirs["backend"], theirs["reference"], theirs["steps"]) == ("sdpa_flash", "unfused", 20) and not theirs["ok"]
+    # The reference goes no further than 20 steps: the next one that does.
+    assert (longer["backend"], longer["reference"], longer["steps"]) == ("cuflash", "sdpa_flash", 30) and not longer["ok"]
     assert train.agreements(runs[:3]) == []  # no second seed
     assert train.merged(runs, [run("cuflash", [1.0])])[0]["losses"] == [1.0] and len(train.merged(runs, [run("fa3", [1.0])])) == 6
 

@@ -193,6 +193,64 @@ def test_vmap_and_shard_map():
     np.testing.assert_allclose(np.asarray(dq, np.float32), np.asarray(wanted[0], np.float32), atol=0.02)
 
 
+@pytest.fixture
+def two_gpus(cupy):
+    """And the current device is the same after the test as it was before."""
+    if len(jax.devices("gpu")) < 2:
+        pytest.skip("one GPU")
+    current = cupy.cuda.runtime.getDevice()
+    yield jax.devices("gpu")[:2]
+    assert cupy.cuda.runtime.getDevice() == current
+
+
+def both_ways(q, k, v):
+    """out and the gradients, of which dq has the bits of one GPU only if it is summed in a fixed order."""
+    out, pull = jax.vjp(lambda *x: flash.attention(*x, causal=True, deterministic=True), q, k, v)
+    return out, pull(out)
+
+
+def test_on_a_second_gpu(two_gpus, cupy):
+    host = inputs("bfloat16", seqlen_q=70, seqlen_k=90)
+    program = jax.jit(both_ways)
+    expected = program(*(jax.device_put(x, two_gpus[0]) for x in host))
+    leaves = [jax.device_put(x, two_gpus[1]) for x in host]
+    for _ in range(3):
+        got = program(*leaves)
+    equal(got, expected)
+    equal(flash.attention(*leaves, causal=True), expected[0])
+    assert {x.device for x in jax.tree.leaves(got)} == {two_gpus[1]}
+    # Arrays of CuPy on the first, between the calls.
+    given = [cupy.asarray(x) for x in host]
+    equal(cuflash.attention(*given, causal=True).get(), expected[0])
+    equal(program(*leaves), expected)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
+def test_sharded_over_two_gpus(two_gpus, spec):
+    host = inputs("bfloat16", batch=2, seqlen_q=70, seqlen_k=90)
+    expected = both_ways(*on_gpu(*host))
+    mesh = jax.make_mesh((2,), ("x",), devices=two_gpus, axis_types=(jax.sharding.AxisType.Auto,))
+    leaves = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in host]
+    program = jax.jit(both_ways).lower(*leaves).compile()
+    assert not any(name in program.as_text() for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    for _ in range(3):
+        got = program(*leaves)
+    equal(got, expected)
+    assert all(len({shard.device for shard in x.addressable_shards}) == 2 for x in jax.tree.leaves(got))
+
+
+def test_calls_in_a_row_on_two_gpus(two_gpus):
+    """As XLA records them into a CUDA graph of each, from a thread of each."""
+    host = inputs("bfloat16", batch=2, seqlen_q=64, heads_q=4, heads_k=4)
+    expected = jax.jit(chain)(*on_gpu(*host))
+    mesh = jax.make_mesh((2,), ("x",), devices=two_gpus, axis_types=(jax.sharding.AxisType.Auto,))
+    leaves = [jax.device_put(x, jax.sharding.NamedSharding(mesh, P("x"))) for x in host]
+    program = jax.jit(chain)
+    for _ in range(30):
+        got = program(*leaves)
+    equal(got, expected)
+
+
 def chain(q, k, v):
     """Calls in a row, as XLA records them into a CUDA graph."""
     for i in range(6):
