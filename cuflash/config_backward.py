@@ -57,8 +57,10 @@ _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
 _SM90_SLOTS = 2             # of tiles of the launch
-# (batch, key head) pairs that run together at least; deterministic, where key tiles of a head wait for each other.
-_SM90_FEW_HEADS = {False: 16, True: 32}
+# (batch, key head) pairs that run together at least, by whether key tiles of a head wait for each other (deterministic) and
+# whether there is a right mask; and of wide heads.
+_SM90_FEW_HEADS = {(False, False): 16, (False, True): 16, (True, False): 32, (True, True): 64}
+_WIDE_FEW_HEADS = 8
 _SM90_LISTED = 96           # Tile of kernels/bwd_sm90.cu
 
 
@@ -101,7 +103,7 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     if problem.varlen:
         heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
     else:
-        few = _SM90_FEW_HEADS[problem.deterministic]
+        few = _SM90_FEW_HEADS[problem.deterministic, problem.window_right is not None]
         heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_k // block_n), few,
                                          max(1, problem.batch * problem.heads_k))
     constants = {
@@ -122,7 +124,7 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
         heads_why,
     )
     return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused,
-                  max_blocks=device.num_sms, counts_tiles=True)
+                  max_blocks=device.num_sms, counts_tiles=True, short_tiles_last=False)
 
 
 # Wide heads: dk and dv in one kernel, dq in another, of tiles of 64 rows.
@@ -156,7 +158,11 @@ def _wide_constants(problem: BackwardProblem) -> dict[str, int]:
 def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim = _sm90_head_dim(problem)
     smem, dq_smem = _wide_smem(head_dim)
-    heads, heads_why = _heads_in_group(problem, device, 0, few=True)
+    if problem.varlen:
+        heads, heads_why = _heads_in_group(problem, device, 0, few=True)
+    else:
+        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_k // _WIDE_ROWS), _WIDE_FEW_HEADS,
+                                         max(1, problem.batch * problem.heads_k))
     constants = {**_wide_constants(problem), "SMEM_BYTES": smem}
     reasons = (
         f"block_n = {_WIDE_ROWS}  # dk of 64 keys fills the registers of a warpgroup, dv of another; dq has a kernel of its own: "
@@ -170,7 +176,7 @@ def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
         heads_why,
     )
     return Config("bwd_dkv_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", _WIDE_ROWS, _WIDE_ROWS, heads, reasons,
-                  refused, max_blocks=device.num_sms, counts_tiles=True, dq_block_m=_WIDE_DQ_ROWS)
+                  refused, max_blocks=device.num_sms, counts_tiles=True, dq_block_m=_WIDE_DQ_ROWS, short_tiles_last=False)
 
 
 def _wide_dq(problem: BackwardProblem) -> Kernel:

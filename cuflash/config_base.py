@@ -64,7 +64,8 @@ class Config(Kernel):
 
     ``max_blocks``: its blocks take one tile after the other and are no more than these; 0: a block for each tile.
     ``counts_tiles``: they take the next one by a counter. ``dq_block_m``: query rows of a tile of the kernel that computes dq
-    from the start, beside this one; 0: this one adds it up.
+    from the start, beside this one; 0: this one adds it up. ``short_tiles_last``: under a right mask of a dense batch the shorter
+    half of the tiles of a head comes behind those of all heads, not with its group.
     """
 
     tier: str
@@ -76,6 +77,7 @@ class Config(Kernel):
     max_blocks: int = 0
     counts_tiles: bool = False
     dq_block_m: int = 0
+    short_tiles_last: bool = True
 
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
@@ -155,11 +157,9 @@ def vec_bytes(alignment: int, dtype: str, *sizes: int) -> int:
 def heads_in_wave(problem: Problem, device: Device, tiles: int, few: int, all_heads: int, together: int = 1) -> tuple[int, str]:
     """How many (batch, head) pairs run together where blocks stay on their multiprocessors, and why.
 
-    ``tiles`` of a head; as many heads as have one for each multiprocessor, so that the tiles of a head read what they share at
-    one time. ``few``: at least so many, as few long heads have tiles of different lengths, which soon read different things;
-    ``together``: whole groups of so many.
+    ``tiles`` of a head that come with those of its group; as many heads as have one for each multiprocessor, so that the tiles of
+    a head read what they share at one time. ``few``: at least so many, as few long heads have tiles of different lengths, which
+    soon read different things; ``together``: whole groups of so many.
     """
-    tiles -= tiles // 2 * (problem.window_right is not None)    # the short ones come last (kernels/attn/schedule.cuh)
     heads = min(round_up(max(device.num_sms // max(1, tiles), few), together), all_heads)
-    return heads, (f"heads_in_group = {heads}  # with {tiles} tiles each, not counting the shorter half under a right mask: one "
-                   f"for each multiprocessor, but at least {few} heads")
+    return heads, f"heads_in_group = {heads}  # with {tiles} tiles each: one for each multiprocessor, but at least {few} heads"

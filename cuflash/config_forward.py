@@ -330,8 +330,10 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     if problem.varlen:          # tiles of one length come from many sequences: few heads keep those that share keys together
         heads, heads_why = _heads_in_group(problem, device)
     else:
-        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_q // tile.block_m), _SM90_FEW_HEADS,
-                                         problem.batch * problem.heads_q, problem.heads_q // problem.heads_k)
+        tiles = -(-problem.seqlen_q // tile.block_m)
+        tiles -= tiles // 2 * (problem.window_right is not None)        # the short ones come last
+        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, problem.batch * problem.heads_q,
+                                         problem.heads_q // problem.heads_k)
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms

@@ -270,7 +270,8 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
     tiles = record["num_tiles"] = num_tiles(problem, config)
     # Under a right mask a later query tile sees more keys, and an earlier key tile is seen by more queries. Without one all are
     # as long. Of a packed batch the kernels know it.
-    record["num_short_tiles"] = tiles // 2 if problem.window_right is not None and not problem.varlen else 0
+    short_last = config.short_tiles_last and problem.window_right is not None and not problem.varlen
+    record["num_short_tiles"] = tiles // 2 if short_last else 0
     record["heads_in_group"] = config.heads_in_group
     record["int64_lengths"] = problem.int64_lengths
     if is_backward:

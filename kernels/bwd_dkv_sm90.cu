@@ -19,20 +19,11 @@
 // The consumers are half a query tile apart: beside the exponentials of one run the products of the other. A turn begins with
 // the gradient of the last query tile, so that dO and Q of that are free the sooner. What was tried: docs/bwd256_sm90.md.
 // A query tile is masked only if it is partial. Not here: arrays that TMA cannot address (bwd_sm80).
-#include "attn/bwd_wgmma.cuh"
+#include "attn/bwd_wide.cuh"
 
-// A tile of the launch, as the planner tells it to the others; read where it is used (hence volatile), as the main loop needs
-// every register.
-struct Tile {
-  const RowFacts<float>* gRows;                 // of row 0 of the first query head of the group
-  Element* gDK;                                 // of its first key
-  Element* gDV;
-  int head_k, first_head, first_key;            // of the group; of the tile
-  int rows;                                     // of dK and dV, to write
-  int seqlen_q, seqlen_k;
-  int row_q, row_k, batch_axis;                 // for TMA: row 0 of the queries, the first key, the last coordinate
-  int begin, end, full_begin, full_end;         // QueryTiles
-  int visits;                                   // query tiles of all heads; < 0: there are no more tiles
+// A tile of the launch.
+struct Tile : KeyTile {
+  int head_k, row_k;                            // for TMA: its head, its first key
 };
 
 constexpr float kLift = 32768.f, kLiftLog2 = 15.f;              // of P
@@ -53,70 +44,23 @@ struct alignas(1024) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
-// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with
-// the same one, and in step find it in the L2 cache.
-struct Visit {
-  int head, tile;
-  DEV void advance(int begin, int end) {
-    if (tile-- == begin) tile = end - 1, head++;
-  }
-  DEV void advance(const volatile Tile& t) { advance(uniform(t.begin), uniform(t.end)); }
-};
-DEV Visit first_visit(const volatile Tile& t) { return {0, uniform(t.end) - 1}; }
-// Whether some pairs of it do not see each other.
-DEV bool is_partial(const volatile Tile& t, const Visit& v) { return (v.tile < t.full_begin) | (v.tile >= t.full_end); }
-
-// How many tiles there are.
-DEV u32 num_work(const BwdParams& p) {
-  return kVarlen ? p.tiles[0] * p.heads_k : (u32)p.num_tiles * p.batch * p.heads_k;
-}
-
-// The planner, one warp, of which one thread acts: works out the tiles of this block one ahead.
+// The planner brings K and V of its tiles into the L2 cache.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
-  const bool acts = thread_index() % 32 == 0;
-  Ring<kSlots> slot;
-  bool is_there = true, takes = false;
-  #pragma unroll 1
-  for (; is_there; slot.next(), takes = true) {
-    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
-    if (acts && takes) next = gridDim.x + take_ticket(p);
-    const u32 idx = uniform(next);
-    is_there = idx < num_work(p);
-    Work work = {0, 0, -1, {}, {}};
-    if (is_there) work = work_of_block<kKeySide>(idx, p);
-    const Sequence seq(p, work);
-    const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
-    const int first_key = work.tile * kRows, heads = p.heads_q / p.heads_k, head = work.head * heads;
-    const QueryTiles tiles = QueryTiles::of<kRows, kRows>(mask, first_key, min(first_key + kRows, seq.seqlen_k));
-    volatile Tile& t = s.work[slot.stage];
-    if (acts) {
-      const int visits = is_there ? (tiles.end - tiles.begin) * heads : -1, row_k = seq.first_k + first_key;
-      if (visits > 0) {
-        prefetch_operand(&p.k_map, row_k, work.head, seq.batch);
-        prefetch_operand(&p.v_map, row_k, work.head, seq.batch);
+  plan<kKeySide>(s, p, false, [&] { return gridDim.x + take_ticket(p); }, [&](const Work& work, bool is_there, u32 slot) {
+    const KeyWork<kRows, kRows> keys(p, work, is_there);
+    volatile Tile& t = s.work[slot];
+    if (thread_index() % 32 == 0) {
+      if (keys.visits > 0) {
+        prefetch_operand(&p.k_map, keys.row_k(), work.head, keys.seq.batch);
+        prefetch_operand(&p.v_map, keys.row_k(), work.head, keys.seq.batch);
       }
-      t.visits = visits;
-      t.begin = tiles.begin;
-      t.end = tiles.end;
-      t.full_begin = tiles.full_begin;
-      t.full_end = tiles.full_end;
+      keys.tell(t, p);
       t.head_k = work.head;
-      t.first_head = head;
-      t.first_key = first_key;
-      t.rows = seq.rows_k - first_key;
-      t.seqlen_q = seq.seqlen_q;
-      t.seqlen_k = seq.seqlen_k;
-      t.row_q = seq.first_q;
-      t.row_k = row_k;
-      t.batch_axis = seq.batch;
-      t.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
-      t.gDK = seq.key_rows((Element*)p.dk, p.dk_strides, work.head) + first_key * p.dk_strides.row;
-      t.gDV = seq.key_rows((Element*)p.dv, p.dv_strides, work.head) + first_key * p.dv_strides.row;
-      mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+      t.row_k = keys.row_k();
+      mbarrier_arrive(shared_address(&s.work_ready[slot]));
     }
     __syncwarp();
-  }
+  });
 }
 
 // The loader, one warp, of which one thread acts. What comes first is what is free first.
@@ -156,15 +100,6 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   }
 }
 
-// NaN and Inf of operands that a product would carry, times a 0 of P or dS, to keys that do not see them: they become 0 in the
-// tile, and by a NaN in the facts of the row they go to exactly the keys that do. There they become NaN in all columns; a full
-// tile, which needs none of this, keeps to the columns that they stand in.
-DEV void separate_nonfinite_queries(SharedStorage& s, u32 stage) {
-  const auto poison = [&](int row) { s.lse[stage][row] = __int_as_float(0x7fffffff); };
-  clear_nonfinite<Element, OperandLayout, kRows, kPreparing>(shared_address(s.sQ[stage]), preparer(), poison);
-  clear_nonfinite<Element, OperandLayout, kRows, kPreparing>(shared_address(s.sDO[stage]), preparer(), poison);
-}
-
 // The preparers: facts of rows, and what must not be in the tiles.
 DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
   static_assert(kPreparing == kRows, "a row for a thread");
@@ -187,25 +122,18 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     #pragma unroll 1
     for (int i = 0; i < visits; i++, at.next()) {
       const int rows = t.seqlen_q - visit.tile * kRows;
-      const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kRows;
+      const bool partial = is_partial(t, visit);
       // Who has used dO and Q of the last stage has read its facts.
       mbarrier_wait(shared_address(&s.dout_free[at.stage]), at.phase ^ 1);
       mbarrier_wait(shared_address(&s.q_free[at.stage][1]), at.phase ^ 1);
       s.lse[at.stage][preparer()] = facts.lse_log2 - kLiftLog2;
       s.delta[at.stage][preparer()] = facts.delta / kLift;
-      if (clears || separates) {
+      if ((kHasMask && partial) || (kVarlen && rows < kRows)) {
         mbarrier_wait(shared_address(&s.raw[at.stage][0]), at.phase);
         mbarrier_wait(shared_address(&s.raw[at.stage][1]), at.phase);
       }
-      if (clears) {
-        clear_rows(shared_address(s.sQ[at.stage]), rows);
-        clear_rows(shared_address(s.sDO[at.stage]), rows);
-      }
-      if (separates) {
-        sync_preparers();                       // rows are poisoned behind their facts
-        separate_nonfinite_queries(s, at.stage);
-      }
-      if (clears || separates) fence_async_proxy();
+      clear_queries<OperandLayout>(s, at.stage, rows, partial,
+                                   (int)preparer() < rows && may_be_nonfinite<HeadScore::kHasSlope>(facts));
       arrive_warp(s.ready[at.stage]);
       visit.advance(t);
       if (i + 1 < visits) load_facts();
@@ -275,8 +203,8 @@ DEV void softmax_gradient(Scores& rDP, const Weights& rP, const Facts& delta) {
 
 // Writes a gradient, a warp its 16 rows; those past `rows_used` are zeros. They go through shared memory: shuffles crawl beside
 // the products of the other consumer.
-DEV void write_gradient(u32 sOut, Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used,
-                        int cols) {
+DEV void write_panels(u32 sOut, Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used,
+                      int cols) {
   const u32 lane = thread_index() % 32;
   #pragma unroll 1
   for (int panel = 0; panel < OperandLayout::kPanels; panel++) {
@@ -311,8 +239,9 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
   constexpr bool kHasDV = kConsumer == 0;
   const HeadScore score = kept(HeadScore(p));
   // Rows of scores, of their columns, and what the gradient sums.
-  const u64 keys = descriptor_of(kHasDV ? s.sK : s.sV);
-  const u64 queries = descriptor_of(kHasDV ? s.sQ[0] : s.sDO[0]), summed = descriptor_of(kHasDV ? s.sDO[0] : s.sQ[0]);
+  const u64 keys = descriptor_of<OperandLayout>(kHasDV ? s.sK : s.sV);
+  const u64 queries = descriptor_of<OperandLayout>(kHasDV ? s.sQ[0] : s.sDO[0]);
+  const u64 summed = descriptor_of<OperandLayout>(kHasDV ? s.sDO[0] : s.sQ[0]);
   u64 &keys_ready = kHasDV ? s.k_ready : s.v_ready, &keys_free = kHasDV ? s.k_free : s.v_free;
   Ring<kSlots> slot;
   Ring<kStages> at;
@@ -360,7 +289,7 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
       }
       handed.next();
       if (is_masked) apply_mask(rS, t, p, visit.tile * kRows);
-      pack(rA, rS);
+      pack<Element>(rA, rS);
     };
     const auto await_queries = [&](int half) {
       mbarrier_wait(shared_address(&s.raw[at.stage][half]), at.phase);
@@ -418,8 +347,8 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     }
     const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
     const u32 out = shared_address(s.sOut[kConsumer * 4 + thread_index() / 32 % 4]);
-    if (kHasDV) write_gradient(out, t.gDV, p.dv_strides.row, acc, 1 / kLift, rows, rows_used, p.head_dim_v);
-    else write_gradient(out, t.gDK, p.dk_strides.row, acc, (float)p.softmax_scale, rows, rows_used, p.head_dim);
+    if (kHasDV) write_panels(out, t.gDV, p.dv_strides.row, acc, 1 / kLift, rows, rows_used, p.head_dim_v);
+    else write_panels(out, t.gDK, p.dk_strides.row, acc, (float)p.softmax_scale, rows, rows_used, p.head_dim);
     arrive_warp(s.work_free[slot.stage]);
   }
 }
@@ -456,8 +385,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
   if (warpgroup == 0) {
     set_fewer_registers<kOtherRegisters>();
     if (warp == 0) plan_tiles(s, p);
-    else if (warp == 1) load_tiles(s, p);
-    else prepare_tiles(s, p);
+    else if (warp <= kPreparers) prepare_tiles(s, p);
+    else load_tiles(s, p);
   } else {
     set_more_registers<kConsumerRegisters>();
     if (warpgroup == 1) differentiate<0>(s, p);

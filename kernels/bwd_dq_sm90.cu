@@ -15,14 +15,13 @@
 // 256 columns finds place for one: between both consumers' dP of a key tile and those of the next lie four other products, in
 // which it is loaded. What was tried: docs/bwd256_sm90.md.
 // A key tile is masked only if it is partial. Not here: arrays that TMA cannot address (bwd_sm80).
-#include "attn/bwd_wgmma.cuh"
+#include "attn/bwd_wide.cuh"
 
 constexpr int kBlockM = kConsumers * kRows;
 constexpr int kStagesV = STAGES_V;
 constexpr bool kPrepares = kHasMask || kVarlen;                 // else K is used as it lands
 
-// A tile of the launch, as the planner tells it to the others; read where it is used (hence volatile), as the main loop needs
-// every register.
+// A tile of the launch, as KeyTile.
 struct Tile {
   const RowFacts<float>* gRows;                 // of its first row
   Element* gDQ;
@@ -55,32 +54,17 @@ DEV FwdParams by_queries(const BwdParams& p) {
   f.heads_in_group = p.heads_in_group * (p.heads_q / p.heads_k);
   return f;
 }
-// How many tiles there are.
-DEV u32 num_work(const FwdParams& p) {
-  return kVarlen ? p.tiles[0] * p.heads_q : (u32)p.num_tiles * p.batch * p.heads_q;
-}
-
-// The planner, one warp, of which one thread acts: works out the tiles of this block one ahead.
+// The planner brings Q and dO of its tiles into the L2 cache.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const FwdParams launched = by_queries(p);
-  const bool acts = thread_index() % 32 == 0;
-  Ring<kSlots> slot;
-  bool is_there = true, takes = false;
-  #pragma unroll 1
-  for (; is_there; slot.next(), takes = true) {
-    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
-    if (acts && takes) next = gridDim.x + (u32)atomicAdd(p.turns + 1, 1);
-    const u32 idx = uniform(next);
-    is_there = idx < num_work(launched);
-    Work work = {0, 0, -1, {}, {}};
-    if (is_there) work = work_of_block<kQuerySide>(idx, launched);
+  const auto take = [&] { return gridDim.x + (u32)atomicAdd(p.turns + 1, 1); };
+  plan<kQuerySide>(s, launched, false, take, [&](const Work& work, bool is_there, u32 slot) {
     const Sequence seq(p, work);
     const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
     const int first_row = work.tile * kBlockM;
     const KeyTiles tiles = KeyTiles::of<kRows>(mask, first_row, min(first_row + kBlockM, seq.seqlen_q));
-    volatile Tile& t = s.work[slot.stage];
-    if (acts) {
+    volatile Tile& t = s.work[slot];
+    if (thread_index() % 32 == 0) {
       const int row_q = seq.first_q + first_row;
       if (is_there && tiles.begin < tiles.end) {
         #pragma unroll 1
@@ -104,10 +88,10 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       t.batch_axis = seq.batch;
       t.gRows = (const RowFacts<float>*)p.rows + seq.row_index(work.head) + first_row;
       t.gDQ = seq.query_rows((Element*)p.dq, p.dq_strides, work.head) + first_row * p.dq_strides.row;
-      mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+      mbarrier_arrive(shared_address(&s.work_ready[slot]));
     }
     __syncwarp();
-  }
+  });
 }
 
 // The loader, one warp, of which one thread acts. What comes first is what is free first.
@@ -154,9 +138,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   }
 }
 
-// The preparers: NaN and Inf of K, which a product would carry, times a 0 of dS, to rows that do not see them, become 0 in the
-// tile, and by a NaN for the key they go to exactly the rows that do. There they become NaN in all columns; a full tile, which
-// needs none of this, keeps to the columns that they stand in.
+// The preparers: what must not be in K.
 DEV void prepare_tiles(SharedStorage& s) {
   Ring<kSlots> slot;
   Ring<kStages> k;
@@ -172,13 +154,12 @@ DEV void prepare_tiles(SharedStorage& s) {
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
       if (t.is_partial(tile)) {
         mbarrier_wait(shared_address(&s.k_raw[k.stage]), k.phase);
-        if (kVarlen) clear_rows(keys, t.seqlen_k - tile * kRows);
+        if (kVarlen) clear_rows<OperandLayout>(keys, t.seqlen_k - tile * kRows);
         if (kHasMask) {
           static_assert(kPreparing == kRows, "a key for a thread");
           s.key_poison[k.stage][preparer()] = 0.f;
           sync_preparers();
-          clear_nonfinite<Element, OperandLayout, kRows, kPreparing>(
-              keys, preparer(), [&](int row) { s.key_poison[k.stage][row] = __int_as_float(0x7fffffff); });
+          separate_nonfinite<OperandLayout>(keys, [&](int row) { s.key_poison[k.stage][row] = poison(); });
         }
         fence_async_proxy();
       }
@@ -239,34 +220,11 @@ DEV void apply_mask(Scores& rDS, const volatile Tile& t, const BwdParams& p, con
   }
 }
 
-// Writes dQ, a warp its 16 rows; those past `rows_used` are zeros.
-DEV void write_dq(Element* dst, i64 row_stride, const Gradient& acc, float scale, int rows, int rows_used, int cols) {
-  const u32 lane = thread_index() % 32;
-  const int column = lane % 4 * 8;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = warp_row() + r * 8 + lane / 4;
-    char* g = (char*)(dst + row * row_stride + column);
-    #pragma unroll
-    for (int d = 0; d < kHeadDim / 8; d += 4) {
-      u32 word[4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
-        if (kVarlen && row >= rows_used) word[j] = 0;
-      }
-      const Chunk c = transpose_quad(word, lane % 4);
-      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
-      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
-    }
-  }
-}
-
 // A consumer, a warpgroup.
 DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const HeadScore score = kept(HeadScore(p));
-  const u64 q = descriptor_of(s.sQ[consumer]), dout = descriptor_of(s.sDO[consumer]);
-  const u64 k = descriptor_of(s.sK[0]), v = descriptor_of(s.sV[0]);
+  const u64 q = descriptor_of<OperandLayout>(s.sQ[consumer]), dout = descriptor_of<OperandLayout>(s.sDO[consumer]);
+  const u64 k = descriptor_of<OperandLayout>(s.sK[0]), v = descriptor_of<OperandLayout>(s.sV[0]);
   Ring<kSlots> slot;
   Ring<1> q_ring;
   Ring<kStages> k_ring;
@@ -325,7 +283,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       v_ring.next();
       softmax_gradient(rDP, rS, rows);
       if ((tile < full_begin) | (tile >= full_end)) apply_mask(rDP, t, p, s.key_poison[k_ring.stage], consumer, tile * kRows);
-      pack(rDS, rDP);
+      pack<Element>(rDS, rDP);
     };
 
     if (begin < end) {
@@ -364,8 +322,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       k_ring.next();
     }
     const int row = consumer * kRows;
-    write_dq(t.gDQ + row * p.dq_strides.row, p.dq_strides.row, acc, (float)p.softmax_scale, t.rows - row,
-             t.seqlen_q - t.first_row - row, p.head_dim);
+    write_gradient(t.gDQ + row * p.dq_strides.row, p.dq_strides.row, acc, (float)p.softmax_scale, warp_row(), t.rows - row,
+                   t.seqlen_q - t.first_row - row, p.head_dim);
     arrive_warp(s.work_free[slot.stage]);
   }
 }
@@ -402,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
   if (warpgroup == 0) {
     set_fewer_registers<kOtherRegisters>();
     if (warp == 0) plan_tiles(s, p);
-    else if (warp == 1) load_tiles(s, p);
+    else if (warp > kPreparers) load_tiles(s, p);
     else if constexpr (kPrepares) prepare_tiles(s);
   } else {
     set_more_registers<kConsumerRegisters>();

@@ -21,41 +21,15 @@
 // the other. dQ of a query tile is computed one later, together with dV and dK of that: the other has written its dS by then. It
 // leaves for dq_sum while dV and dK are computed. What was tried: docs/bwd_sm90.md.
 // A query tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
-#include "attn/gradient.cuh"
-#include "attn/mask.cuh"
-#include "attn/params.cuh"
-#include "attn/poison.cuh"
-#include "attn/schedule.cuh"
-#include "attn/score.cuh"
-#include "attn/seqlen.cuh"
-#include "attn/tiles.cuh"
-#include "ptx/barrier.cuh"
-#include "ptx/math.cuh"
+#include "attn/bwd_wgmma.cuh"
 #include "ptx/reduce.cuh"
-#include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
-#include "tile/copy.cuh"
-#include "tile/fragment.cuh"
-#include "tile/pipeline.cuh"
 
-using Element = ElementOf<DTYPE>::type;
-
-constexpr int kHeadDim = HEAD_DIM;              // of q and k and of v, padded with zeros
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;                 // of Q and dO, and of dS
-constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim
-constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dk and dv
-constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
 constexpr bool kDeterministic = DETERMINISTIC;
 // A turn ends behind S and dP of the next query tile; or before the consumer waits for what other blocks add to dQ.
 constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
-
-constexpr int kConsumers = 2;                   // warpgroups
-constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kPreparers = 2;                   // warps
-constexpr int kSlots = 2;                       // of tiles and their K and V: one that is computed, the next
-constexpr int kOtherRegisters = 24, kConsumerRegisters = 240;   // all that a block has
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
 
@@ -69,23 +43,11 @@ using KLayout = PanelLayout<kBlockN, kHeadDim, K_PANEL>;        // a product beg
 static_assert(kDqCols % K_PANEL == 0, "whole panels of K for dQ");
 using VLayout = PanelLayout<kBlockN, kHeadDim>;                 // also of dK and dV
 using DsLayout = PanelLayout<kBlockM, kBlockN>;                 // a row is a query; a panel has the keys of a consumer
-using HeadMask = Mask<kMaskLeft, kMaskRight>;
-using HeadScore = Score<SCORE, float>;
 
-// A tile of the launch, as the planner tells it to the others; read where it is used (hence volatile), as the main loop needs
-// every register.
-struct Tile {
-  const RowFacts<float>* gRows;                 // of row 0 of the first query head of the group
+// A tile of the launch.
+struct Tile : KeyTile {
   float* gDqSum;
   int* turns;                                   // DETERMINISTIC: of query tile 0 of that head
-  Element* gDK;                                 // of its first key
-  Element* gDV;
-  int first_head, first_key;                    // of the group; of the tile
-  int rows;                                     // of dK and dV, to write
-  int seqlen_q, seqlen_k;
-  int row_q, batch_axis;                        // for TMA: row 0, the last coordinate
-  int begin, end, full_begin, full_end;         // QueryTiles
-  int visits;                                   // query tiles of all heads; < 0: there are no more tiles
   int keys_are_poisoned;
 };
 
@@ -103,27 +65,8 @@ struct alignas(1024) SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
-struct TmaParams : BwdParams { TensorMap q_map, k_map, v_map, dout_map; };
-static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == BWD_TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
-
-// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with the
-// same one, and in step find it in the L2 cache, or, DETERMINISTIC, take their turns soon.
-struct Visit {
-  int head, tile;
-  DEV void advance(int begin, int end) {
-    if (tile-- == begin) tile = end - 1, head++;
-  }
-  DEV void advance(const volatile Tile& t) { advance(uniform(t.begin), uniform(t.end)); }
-};
-DEV Visit first_visit(const volatile Tile& t) { return {0, uniform(t.end) - 1}; }
-// Whether some pairs of it do not see each other, or its keys are poisoned.
 DEV bool is_partial(const volatile Tile& t, const Visit& v) {
-  return (v.tile < t.full_begin) | (v.tile >= t.full_end) | (kHasMask && t.keys_are_poisoned);
-}
-
-// How many tiles there are.
-DEV u32 num_work(const BwdParams& p) {
-  return kVarlen ? p.tiles[0] * p.heads_k : (u32)p.num_tiles * p.batch * p.heads_k;
+  return is_partial((const volatile KeyTile&)t, v) | (kHasMask && t.keys_are_poisoned);
 }
 
 // DETERMINISTIC: tells the next key tile of each query tile that this one has added its dQ.
@@ -140,63 +83,36 @@ DEV void pass_turns(SharedStorage& s, const BwdParams& p, const volatile Tile& t
   }
 }
 
-// The planner, one warp, of which one thread acts: works out the tiles of this block one ahead and loads their K and V. A tile
-// that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks that run have taken: the least that is not
-// finished waits for none, and its block, which computes its tiles in their order, is at it. Behind that it passes on the turns
-// of the tile that is being computed.
+// The planner loads K and V of its tiles. One that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks
+// that run have taken: the least that is not finished waits for none, and its block, which computes its tiles in their order, is
+// at it. Behind that it passes on the turns of the tile that is being computed.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
-  const bool acts = thread_index() % 32 == 0;
-  Ring<kSlots> slot;
   Ring<kStages> at;
-  bool is_there = true, takes = kDeterministic, is_first = true;
-  #pragma unroll 1
-  for (; is_there; slot.next(), takes = true, is_first = false) {
-    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
-    if (acts && takes) next = (kDeterministic ? 0 : gridDim.x) + take_ticket(p);
-    const u32 idx = uniform(next);
-    is_there = idx < num_work(p);
-    Work work = {0, 0, -1, {}, {}};
-    if (is_there) work = work_of_block<kKeySide>(idx, p);
-    const Sequence seq(p, work);
-    const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
-    const int first_key = work.tile * kBlockN, heads = p.heads_q / p.heads_k, head = work.head * heads;
-    const QueryTiles tiles = QueryTiles::of<kBlockM, kBlockN>(mask, first_key, min(first_key + kBlockN, seq.seqlen_k));
-    volatile Tile& t = s.work[slot.stage];
-    if (acts) {
-      const u32 kv_ready = shared_address(&s.kv_ready[slot.stage]);
-      const int visits = is_there ? (tiles.end - tiles.begin) * heads : -1;
-      if (visits > 0) {
-        const int row_k = seq.first_k + first_key;
+  bool is_first = true;
+  const auto take = [&] { return (kDeterministic ? 0 : gridDim.x) + take_ticket(p); };
+  plan<kKeySide>(s, p, kDeterministic, take, [&](const Work& work, bool is_there, u32 slot) {
+    const KeyWork<kBlockM, kBlockN> keys(p, work, is_there);
+    const Sequence& seq = keys.seq;
+    volatile Tile& t = s.work[slot];
+    if (thread_index() % 32 == 0) {
+      const u32 kv_ready = shared_address(&s.kv_ready[slot]);
+      if (keys.visits > 0) {
         mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
-        load_tile<KLayout>(shared_address(s.sK[slot.stage]), &p.k_map, kv_ready, row_k, work.head, seq.batch);
-        load_tile<VLayout>(shared_address(s.sV[slot.stage]), &p.v_map, kv_ready, row_k, work.head, seq.batch);
+        load_tile<KLayout>(shared_address(s.sK[slot]), &p.k_map, kv_ready, keys.row_k(), work.head, seq.batch);
+        load_tile<VLayout>(shared_address(s.sV[slot]), &p.v_map, kv_ready, keys.row_k(), work.head, seq.batch);
       } else {
         mbarrier_arrive(kv_ready);
       }
-      t.visits = visits;
-      t.begin = tiles.begin;
-      t.end = tiles.end;
-      t.full_begin = tiles.full_begin;
-      t.full_end = tiles.full_end;
+      keys.tell(t, p);
       t.keys_are_poisoned = 0;
-      t.first_head = head;
-      t.first_key = first_key;
-      t.rows = seq.rows_k - first_key;
-      t.seqlen_q = seq.seqlen_q;
-      t.seqlen_k = seq.seqlen_k;
-      t.row_q = seq.first_q;
-      t.batch_axis = seq.batch;
-      t.gRows = (const RowFacts<float>*)p.rows + seq.row_index(head);
-      t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, head) * (kDqGroup * kHeadDim);
-      if (kDeterministic) t.turns = turn_of(p, seq, work.batch, head, 0, kBlockM);
-      t.gDK = seq.key_rows((Element*)p.dk, p.dk_strides, work.head) + first_key * p.dk_strides.row;
-      t.gDV = seq.key_rows((Element*)p.dv, p.dv_strides, work.head) + first_key * p.dv_strides.row;
-      mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+      t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, keys.first_head) * (kDqGroup * kHeadDim);
+      if (kDeterministic) t.turns = turn_of(p, seq, work.batch, keys.first_head, 0, kBlockM);
+      mbarrier_arrive(shared_address(&s.work_ready[slot]));
     }
     __syncwarp();
-    if (kDeterministic && !is_first) pass_turns(s, p, s.work[slot.stage ^ 1], at);
-  }
+    if (kDeterministic && !is_first) pass_turns(s, p, s.work[slot ^ 1], at);
+    is_first = false;
+  });
 }
 
 // DETERMINISTIC: waits until the key tiles before this one have added their dQ. A counter counts those that have.
@@ -238,43 +154,22 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
       visit.advance(t);
       at.next();
     }
-    __syncwarp();
-    if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
+    arrive_warp(s.work_free[slot.stage]);
   }
 }
 
-constexpr int kPreparing = kPreparers * 32;     // threads, behind those of the loader
-DEV u32 preparer() { return thread_index() - 32; }
-DEV void sync_preparers() { barrier_sync(1, kPreparing); }
-
-// Zeros in place of rows from `rows` on: what TMA read there are rows of the next sequence.
-template <typename Layout> DEV void clear_rows(u32 tile, int rows) {
-  #pragma unroll 1
-  for (u32 at = preparer() * 16; at < Layout::kBytes; at += kPreparing * 16)
-    if (Layout::row_at(at) >= rows) store_shared(tile + at, Chunk{});
-}
-
-// NaN and Inf of operands that a product would carry, times a 0 of P or dS, to what does not see them: they become 0 in the
-// tile, and by a NaN in the facts of the row, or for the key, they go to exactly the pairs that see each other. There they
-// become NaN in all columns; a full tile, which needs none of this, keeps to the columns that they stand in.
-DEV void separate_nonfinite_queries(SharedStorage& s, u32 stage) {
-  const auto poison = [&](int row) { s.lse[stage][row] = __int_as_float(0x7fffffff); };
-  clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sQ[stage]), preparer(), poison);
-  clear_nonfinite<Element, QLayout, kBlockM, kPreparing>(shared_address(s.sDO[stage]), preparer(), poison);
-}
 DEV void separate_nonfinite_keys(SharedStorage& s, u32 slot) {
   #pragma unroll
   for (int row = preparer(); row < kBlockN; row += kPreparing) s.key_poison[slot][row] = 0.f;
   sync_preparers();
-  clear_nonfinite<Element, KLayout, kBlockN, kPreparing>(shared_address(s.sK[slot]), preparer(), [&](int row) {
-    s.key_poison[slot][row] = __int_as_float(0x7fffffff);
+  separate_nonfinite<KLayout>(shared_address(s.sK[slot]), [&](int row) {
+    s.key_poison[slot][row] = poison();
     s.work[slot].keys_are_poisoned = 1;
   });
 }
 
 // The preparers: facts of rows, and what must not be in the tiles.
 DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
-  const bool speaks = thread_index() % 32 == 0;
   constexpr int kRows = kBlockM / kPreparing;   // of a thread
   Ring<kSlots> slot;
   Ring<kStages> at;
@@ -309,41 +204,28 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     #pragma unroll 1
     for (int i = 0; i < visits; i++, at.next()) {
       const int rows = t.seqlen_q - visit.tile * kBlockM;
-      const bool separates = kHasMask && is_partial(t, visit), clears = kVarlen && rows < kBlockM;
+      bool may_be_poisoned = false;
       mbarrier_wait(shared_address(&s.raw[at.stage]), at.phase);
       #pragma unroll
       for (int j = 0; j < kRows; j++) {
         const int row = j * kPreparing + preparer();
         s.lse[at.stage][row] = facts[j].lse_log2;
         s.delta[at.stage][row] = facts[j].delta;
+        may_be_poisoned |= row < rows && may_be_nonfinite<HeadScore::kHasSlope>(facts[j]);
       }
-      if (clears) {
-        clear_rows<QLayout>(shared_address(s.sQ[at.stage]), rows);
-        clear_rows<QLayout>(shared_address(s.sDO[at.stage]), rows);
-      }
-      if (separates) {
-        sync_preparers();                       // rows are poisoned behind their facts
-        separate_nonfinite_queries(s, at.stage);
-      }
-      if (clears || separates) fence_async_proxy();
-      __syncwarp();
-      if (speaks) mbarrier_arrive(shared_address(&s.ready[at.stage]));
+      clear_queries<QLayout>(s, at.stage, rows, is_partial(t, visit), may_be_poisoned);
+      arrive_warp(s.ready[at.stage]);
       visit.advance(t);
       if (i + 1 < visits) load_facts();
     }
-    __syncwarp();
-    if (speaks) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
+    arrive_warp(s.work_free[slot.stage]);
   }
 }
 
 using Scores = float[kBlockM / 2];
 using Weights = u32[kBlockM / 16][4];
-using Gradient = float[kHeadDim / 2];
 using DqPart = float[kDqCols / 2];
 
-template <typename Layout> DEV u64 descriptor_of(const u8* tile, int first_row = 0) {
-  return wgmma_descriptor<Layout::kSwizzleBytes>(shared_address(tile) + first_row * Layout::kSwizzleBytes, Layout::kPanelBytes);
-}
 // `n` times 16 columns, or 16 rows, further on.
 template <typename Layout> DEV u64 step_columns(u64 descriptor, int n) {
   constexpr int kSteps = Layout::kPanel / 16;
@@ -362,12 +244,7 @@ template <typename KeyLayout> DEV void multiply_scores(Scores& rS, u64 keys, u64
   wgmma_commit();
 }
 // Starts dV += P^T dO or dK += dS^T Q.
-DEV void accumulate(Gradient& acc, const Weights& rA, u64 queries) {
-  wgmma_fence();
-  #pragma unroll
-  for (int m = 0; m < kBlockM / 16; m++) wgmma_rs<Element>(acc, rA[m], step_rows<QLayout>(queries, m), true);
-  wgmma_commit();
-}
+DEV void accumulate(Gradient& acc, const Weights& rA, u64 queries) { multiply_weights<Element, QLayout>(acc, rA, queries, true); }
 // Starts dQ = dS K.
 DEV void multiply_dq(DqPart& rDQ, u64 ds, u64 k) {
   wgmma_fence();
@@ -377,15 +254,11 @@ DEV void multiply_dq(DqPart& rDQ, u64 ds, u64 k) {
   wgmma_commit();
 }
 
-// One of the two facts of this lane's two rows of the eight from `fact` on: the columns of an accumulator.
-struct alignas(8) Pair { float x[2]; };
-DEV Pair lane_facts(const float* fact) { return *(const Pair*)(fact + thread_index() % 4 * 2); }
-
 // P in place of raw products.
 DEV void exponentiate(Scores& rS, const HeadScore& score, const float* lse) {
   #pragma unroll
   for (int n = 0; n < kBlockM / 8; n++) {
-    const Pair f = lane_facts(lse + n * 8);
+    const Pair f = lane_pair(lse + n * 8);
     #pragma unroll
     for (int i = 4 * n; i < 4 * n + 4; i++)
       rS[i] = exp2_fast(fmaf(score.logit(rS[i]), score.exponent_scale(), -f.x[i % 2]));
@@ -395,14 +268,14 @@ DEV void exponentiate(Scores& rS, const HeadScore& score, const float* lse) {
 DEV void softmax_gradient(Scores& rS, Scores& rDP, const HeadScore& score, const float* lse, const float* delta) {
   #pragma unroll
   for (int n = 0; n < kBlockM / 8; n++) {
-    const Pair f = lane_facts(delta + n * 8);
+    const Pair f = lane_pair(delta + n * 8);
     #pragma unroll
     for (int i = 4 * n; i < 4 * n + 4; i++) {
       rDP[i] -= f.x[i % 2];
       if constexpr (HeadScore::kHasSlope) {
         const float logit = score.logit(rS[i]);
         rDP[i] *= score.slope(logit);
-        rS[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -lane_facts(lse + n * 8).x[i % 2]));
+        rS[i] = exp2_fast(fmaf(logit, score.exponent_scale(), -lane_pair(lse + n * 8).x[i % 2]));
       }
       rDP[i] *= rS[i];
     }
@@ -431,11 +304,6 @@ DEV void apply_mask(Scores& rP, Scores& rDS, const SharedStorage& s, u32 slot, c
   }
 }
 
-// Accumulators, rounded: A operands.
-DEV void pack(Weights& rA, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kBlockM / 4; i++) rA[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
 // dS^T of a warp's 16 keys to the tile of dS.
 DEV void store_ds(u32 tile, const Weights& rA, int warp_key) {
   const u32 lane = thread_index() % 32;
@@ -461,30 +329,6 @@ DEV void add_dq(float* dst, const DqPart& rDQ) {
   }
 }
 
-// One of dK and dV, the 16 rows of a warp; those past `rows_used` are zeros.
-DEV void write_gradient(Element* dst, i64 row_stride, const Gradient& acc, float scale, int warp_key, int rows, int rows_used,
-                        int cols) {
-  const u32 lane = thread_index() % 32;
-  const int column = lane % 4 * 8;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int row = warp_key + r * 8 + lane / 4;
-    char* g = (char*)(dst + row * row_stride + column);
-    #pragma unroll
-    for (int d = 0; d < kHeadDim / 8; d += 4) {
-      u32 word[4];
-      #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
-        if (kVarlen && row >= rows_used) word[j] = 0;
-      }
-      const Chunk c = transpose_quad(word, lane % 4);
-      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
-      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
-    }
-  }
-}
-
 // The consumer, a warpgroup.
 DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const HeadScore score(p);
@@ -493,17 +337,15 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   // For dQ: rows of dS, columns of K.
   const u64 ds = descriptor_of<DsLayout>(s.sDS[0], kHalvesRows ? consumer * 64 : 0);
   const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK[0]), kHalvesRows ? 0 : consumer * (kDqCols / 16));
-  const int warp_key = thread_index() % 128 / 32 * 16 + consumer * 64;
+  const int warp_key = consumer * 64 + warp_row();
   const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
-  const bool speaks = thread_index() % 128 == 0;
+  const bool is_speaker = speaks();             // kept: the loop has a predicate for it
 
   Ring<kSlots> slot;
   Ring<kStages> at;
   u32 ds_used = 0;                              // bit s: parity of how many dQ have been computed of stage s of dS
-  const auto my_turn = [&] { barrier_sync(5 + consumer, kConsumers * 128); };
-  const auto your_turn = [&] { barrier_arrive(6 - consumer, kConsumers * 128); };
-  if (consumer == 0) barrier_arrive(5, kConsumers * 128);
+  first_turn(consumer);
   #pragma unroll 1
   for (;; slot.next()) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
@@ -512,8 +354,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     if (visits < 0) return;
     const int begin = uniform(t.begin), end = uniform(t.end), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     Gradient rDK, rDV;
-    #pragma unroll
-    for (int i = 0; i < kHeadDim / 2; i++) rDK[i] = rDV[i] = 0.f;
+    clear(rDK);
+    clear(rDV);
     Scores rS, rDP;
     Weights rP, rDS;
     DqPart rDQ;
@@ -538,8 +380,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       softmax_gradient(rS, rDP, score, s.lse[at.stage], s.delta[at.stage]);
       if ((visit.tile < full_begin) | (visit.tile >= full_end) | are_poisoned)
         apply_mask(rS, rDP, s, slot.stage, p, warp_key, visit.tile * kBlockM);
-      pack(rP, rS);
-      pack(rDS, rDP);
+      pack<Element>(rP, rS);
+      pack<Element>(rDS, rDP);
       mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
       store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
       fence_async_proxy();
@@ -550,22 +392,22 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     };
     const auto finish_dq = [&](u32 stage, u32 phase) {
       wgmma_pin(rDQ);
-      if (speaks) mbarrier_arrive(shared_address(&s.ds_free[stage]));
+      if (is_speaker) mbarrier_arrive(shared_address(&s.ds_free[stage]));
       if (kDeterministic) mbarrier_wait(shared_address(&s.turn_ready[stage]), phase);
       add_dq(dq_of(t, p, last, consumer), rDQ);
       if (kDeterministic) {
         sync_consumer();
-        if (speaks) mbarrier_arrive(shared_address(&s.dq_added[stage]));
+        if (is_speaker) mbarrier_arrive(shared_address(&s.dq_added[stage]));
       }
     };
     const auto start_dv_dk = [&] {
       accumulate(rDV, rP, descriptor_step(dout, at.stage * QLayout::kBytes));
       accumulate(rDK, rDS, descriptor_step(q, at.stage * QLayout::kBytes));
-      if constexpr (kShortTurns) your_turn();
+      if constexpr (kShortTurns) your_turn(consumer);
     };
     // dV and dK of the query tile at hand, dQ of the one before.
     const auto sum_gradients = [&](bool is_first) {
-      my_turn();
+      my_turn(consumer);
       if (is_first) {                           // a branch that products are not in flight across
         start_dv_dk();
         wgmma_wait<0>();
@@ -578,16 +420,16 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       }
       wgmma_pin(rDV);
       wgmma_pin(rDK);
-      if (speaks) mbarrier_arrive(shared_address(&s.free[at.stage]));
+      if (is_speaker) mbarrier_arrive(shared_address(&s.free[at.stage]));
       last = visit;
     };
 
     if (visits > 0) {
       mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
       are_poisoned = kHasMask && t.keys_are_poisoned;
-      my_turn();
+      my_turn(consumer);
       start_scores();
-      your_turn();
+      your_turn(consumer);
       finish_scores();
       #pragma unroll 1
       for (int i = 1; i < visits; i++) {
@@ -596,11 +438,11 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
-        if constexpr (!kShortTurns) your_turn();
+        if constexpr (!kShortTurns) your_turn(consumer);
         finish_scores();
       }
       sum_gradients(visits == 1);
-      if constexpr (!kShortTurns) your_turn();
+      if constexpr (!kShortTurns) your_turn(consumer);
       sync_consumers();                         // dS of the last one is written
       start_dq(at.stage);
       wgmma_wait<0>();
@@ -610,8 +452,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
     write_gradient(t.gDK, p.dk_strides.row, rDK, (float)p.softmax_scale, warp_key, rows, rows_used, p.head_dim);
     write_gradient(t.gDV, p.dv_strides.row, rDV, 1.f, warp_key, rows, rows_used, p.head_dim_v);
-    __syncwarp();
-    if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
+    arrive_warp(s.work_free[slot.stage]);
   }
 }
 
@@ -620,10 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
   SharedStorage& s = *(SharedStorage*)smem;
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 0) {
-    tma_prefetch_map(&p.q_map);
-    tma_prefetch_map(&p.k_map);
-    tma_prefetch_map(&p.v_map);
-    tma_prefetch_map(&p.dout_map);
+    prefetch_maps(p);
     for (int i = 0; i < kSlots; i++) {
       mbarrier_init(shared_address(&s.work_ready[i]), 1);
       mbarrier_init(shared_address(&s.work_free[i]), 1 + kPreparers + kConsumers * 4);

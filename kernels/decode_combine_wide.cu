@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident) decode_combine
   __shared__ SharedStorage s;
   prefetch_lengths(p);
   __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
-  const Parts parts = find_parts(p, blockIdx.x / kBlocks);
+  const Parts parts = find_parts<kBlocks>(p);
   wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one
   if (parts.count <= 1) return;
   const int rows = min(kItemRows, num_rows(p) - parts.row_tile * kItemRows), pieces = (rows + 15) / 16 * kPieces;

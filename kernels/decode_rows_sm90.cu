@@ -167,7 +167,7 @@ DEV void take_apart(Output& rO, bool& is_fresh, u32 v, int consumer, const Decod
 }
 
 // A warp's O, and the max and the sums of its rows, to the same warp of the other consumer, some columns at a time.
-DEV void give(SharedStorage& s, const Rows& rows, const Output& rO, u32& phase) {
+DEV void give(SharedStorage& s, const RowStats& rows, const Output& rO, u32& phase) {
   const u32 lane = thread_index() % 32, warp = warp_row() / 16;
   #pragma unroll
   for (int first = 0; first < kHeadDimV / 2; first += kJoinCols / 2, phase ^= 1) {
@@ -187,7 +187,7 @@ DEV void give(SharedStorage& s, const Rows& rows, const Output& rO, u32& phase) 
   }
 }
 // The other side of it: to what this consumer has of the same rows.
-DEV void take(SharedStorage& s, Rows& rows, Output& rO, u32& phase) {
+DEV void take(SharedStorage& s, RowStats& rows, Output& rO, u32& phase) {
   const u32 lane = thread_index() % 32, warp = warp_row() / 16;
   float own[2], other[2];                       // what each O is multiplied by
   #pragma unroll
@@ -221,9 +221,9 @@ DEV void take(SharedStorage& s, Rows& rows, Output& rO, u32& phase) {
 DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
-  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
-  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  const u64 v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sV), VLayout::kPanelBytes);
+  const u64 q = descriptor_of<QLayout>(shared_address(s.sQ));
+  const u64 k = descriptor_of<KLayout>(shared_address(s.sK));
+  const u64 v = descriptor_of<VLayout>(shared_address(s.sV));
   Ring<kStages / 2> kv;                         // of this consumer's stages
   u32 q_phase = 0, join_phase = 0;
   int turn = 0;                                 // whose the next tile is
@@ -237,7 +237,7 @@ DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
     const bool is_first = turn == consumer;
     turn ^= (item.end - item.begin) & 1;
     int tile = item.end - (is_first ? 1 : 2);
-    Rows rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
+    RowStats rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
     mbarrier_wait(shared_address(&s.q_ready), q_phase);
     q_phase ^= 1;
     if constexpr (kKeepsQ) fetch_q(rQ, s);
@@ -254,13 +254,13 @@ DEV void compute(SharedStorage& s, const DecodeParams& p, int consumer) {
       arrive_warp(s.k_free[stage]);
       if (!kKeepsQ && tile - 2 < item.begin) arrive_warp(s.q_free);
 
-      float alpha[2];
+      float alpha[2] = {1.f, 1.f};
       apply_score(rS, score);
       const bool is_partial = item.tiles.is_partial(tile);
       if (is_partial) apply_mask(rS, p, item, tile);
       const bool moved = update_max(rows, rS, alpha, exponent_scale);
-      softmax(rows, rS, exponent_scale);
-      pack(rP, rS);
+      exponentiate(rS, rows.max, rows.sum, exponent_scale);
+      pack<Element>(rP, rS);
       bool is_fresh = tile + 2 >= item.end;
       if (moved && !is_fresh) scale_output(rO, alpha);
 
@@ -309,14 +309,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_rows_sm90(const
   }
   __syncthreads();
   start_dependents();           // decode_combine finds its parts while these are computed
-  const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == 0) {
-    set_fewer_registers<kLoaderRegisters>();
-    load_tiles(s, p);
-    append<Element>(p);                         // while the last tiles are computed; the others while the first ones come
-  } else {
-    set_more_registers<kConsumerRegisters>();
-    append<Element>(p);
-    compute(s, p, warpgroup - 1);
-  }
+  run_roles<kLoaderRegisters, kConsumerRegisters>(p, [&] { load_tiles(s, p); }, [&](int consumer) { compute(s, p, consumer); });
 }

@@ -15,6 +15,7 @@
 #include "attn/decode.cuh"
 #include "attn/poison.cuh"
 #include "attn/score.cuh"
+#include "attn/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/dependent.cuh"
 #include "ptx/stream.cuh"
@@ -37,7 +38,6 @@ constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 constexpr int kAhead = kWarpsM == 1 ? kStages : kStages - 1;
 constexpr bool kKeepsQ = KEEPS_Q;
 static_assert(!kKeepsQ || kMTiles == 1);
-constexpr float kMaxLag = 8;                    // log2 of how far P may exceed 1 before the running max follows
 
 using QLayout = TileLayout<kHeadDim>;
 using KLayout = TileLayout<kHeadDim>;
@@ -256,13 +256,8 @@ DEV void multiply_qk(Logits& rS, const QueryRows& rQ, u32 q_lane, u32 k_lane) {
 // Logits in place of raw products; -inf where masked.
 template <typename Score>
 DEV void apply_score_and_mask(Logits& rS, const Score& score, const RowMask& mask, bool partial, int first_row, int first_key) {
-  if constexpr (!Score::kIsIdentity) {
-    #pragma unroll
-    for (int i = 0; i < kMTiles * kGroupKeys / 2; i++) {
-      float& s = rS[i / (kGroupKeys / 2)][i / 4 % (kGroupKeys / 8)][i % 4];
-      s = score.logit(s);
-    }
-  }
+  #pragma unroll
+  for (int m = 0; m < kMTiles; m++) apply_score(flat(rS[m]), score);
   if (partial) {
     const u32 lane = thread_index() % 32;
     const int lane_key = first_key + lane % 4 * 2;
@@ -284,23 +279,12 @@ DEV void move_max(Rows& rows, const Logits& rS, float exponent_scale) {
   float max[kMTiles][2];
   bool exceeds = false;
   #pragma unroll
-  for (int r = 0; r < kMTiles * 2; r++) {
-    const int m = r / 2, e = r % 2 * 2;
-    max[m][r % 2] = rS[m][0][e];
-    #pragma unroll
-    for (int i = 1; i < kGroupKeys / 4; i++) max[m][r % 2] = fmaxf(max[m][r % 2], rS[m][i / 2][e + i % 2]);
-    // From -inf every logit moves it but -inf, which gives a NaN here.
-    exceeds |= fmaf(max[m][r % 2], exponent_scale, -rows.max[m][r % 2]) > kMaxLag;
-  }
+  for (int m = 0; m < kMTiles; m++) find_max(max[m], rows.max[m], flat(rS[m]), exponent_scale, exceeds);
   if (!__any_sync(0xffffffff, exceeds)) return;
   #pragma unroll
   for (int r = 0; r < kMTiles * 2; r++) {
-    float x = max[r / 2][r % 2], &old = rows.max[r / 2][r % 2];
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-    x = fmaxf(x * exponent_scale, old);
-    // A first max finds O and the sum empty but for Inf from V, which times 0 would be NaN.
-    const float alpha = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
+    float& old = rows.max[r / 2][r % 2];
+    const float x = fmaxf(max_of_row(max[r / 2][r % 2]) * exponent_scale, old), alpha = factor_of_move(old, x);
     old = x;
     rows.sum[r / 2][r % 2] *= alpha;
     #pragma unroll
@@ -313,16 +297,7 @@ DEV void softmax_and_multiply_pv(Rows& rows, Logits& rS, float exponent_scale, u
   u32 rP[kGroupKeys / 16][kMTiles][4];
   #pragma unroll
   for (int m = 0; m < kMTiles; m++) {
-    #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float max = rows.max[m][r], subtract = max == -infinity(0.f) ? 0.f : max;
-      #pragma unroll
-      for (int i = 0; i < kGroupKeys / 4; i++) {
-        float& x = rS[m][i / 2][r * 2 + i % 2];
-        x = exp2_fast(fmaf(x, exponent_scale, -subtract));
-        rows.sum[m][r] += x;
-      }
-    }
+    exponentiate(flat(rS[m]), rows.max[m], rows.sum[m], exponent_scale);
     #pragma unroll
     for (int k = 0; k < kGroupKeys / 16; k++) pack_fragment<Element>(rP[k][m], rS[m][2 * k], rS[m][2 * k + 1]);
   }
@@ -456,8 +431,7 @@ DEV void write_out(SharedStorage& s, Rows& rows, const DecodeParams& p, const De
   #pragma unroll
   for (int r = 0; r < kMTiles * 2; r++) {
     float& sum = rows.sum[r / 2][r % 2];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    sum = sum_of_row(sum);
     if (t == 0) s.sMax[n][first + r * 8 + g] = rows.max[r / 2][r % 2], s.sSum[n][first + r * 8 + g] = sum;
   }
   __syncthreads();

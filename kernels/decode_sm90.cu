@@ -47,8 +47,8 @@ struct alignas(1024) SharedStorage {
   u8 sP[PLayout::kBytes];
   u64 ready[kStages][kParts], free[kStages][2], p_ready[kStages][2], q_ready[kParts], q_free;
   float alpha[kStages][kBlockM];                // by which O is to be multiplied before this tile is added
-  float max[kStages][kBlockM];                  // Rows::max with this tile
-  float sum[2][2][kBlockM];                     // of an item, in turns: each consumer's Rows::sum
+  float max[kStages][kBlockM];                  // RowStats::max with this tile
+  float sum[2][2][kBlockM];                     // of an item, in turns: each consumer's RowStats::sum
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -193,10 +193,10 @@ DEV void multiply_pv(Output& rO, u64 sP, u64 v, int part, bool add) {
 }
 
 // P = exp2(logits - max) of half `part` of the keys, to registers and to rows of shared memory that are the warp's own.
-DEV void make_weights(Weights& rP, Rows& rows, Scores& rS, float exponent_scale, u32 sP, int part) {
+DEV void make_weights(Weights& rP, RowStats& rows, Scores& rS, float exponent_scale, u32 sP, int part) {
   #pragma unroll
   for (int r = 0; r < 2; r++) {
-    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
+    const float subtract = subtrahend(rows.max[r]);
     #pragma unroll
     for (int i = part * (kBlockN / 8); i < (part + 1) * (kBlockN / 8); i++) {
       float& x = rS[i / 2 * 4 + r * 2 + i % 2];
@@ -297,9 +297,9 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
   const int half = uniform(thread_index() / 128) - 1;
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
-  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ), QLayout::kPanelBytes);
-  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  const u64 sP = wgmma_descriptor<PLayout::kSwizzleBytes>(shared_address(s.sP), PLayout::kPanelBytes);
+  const u64 q = descriptor_of<QLayout>(shared_address(s.sQ));
+  const u64 k = descriptor_of<KLayout>(shared_address(s.sK));
+  const u64 sP = descriptor_of<PLayout>(shared_address(s.sP));
   u32 tiles_before = 0, q_phase = 0;            // of the items before; of Q, and which of the sums
   Scores rS;
   Output rO;
@@ -308,7 +308,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
     const DecodeItem& item = items.item;
     const HiddenKeys hidden(p, item);
     const int count = item.end - item.begin;
-    Rows rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
+    RowStats rows = {{-infinity(0.f), -infinity(0.f)}, {0.f, 0.f}};
     bool is_fresh = true;
     // Brings O and the rows to where tile `i` of the item, the other consumer's, begins.
     const auto follow = [&](int i) {
@@ -391,7 +391,7 @@ DEV void consume(SharedStorage& s, const DecodeParams& p) {
       wgmma_pin(rS);
       if (i + 2 >= count) arrive_warp(s.q_free);
 
-      float alpha[2];
+      float alpha[2] = {1.f, 1.f};
       Weights rP;
       apply_score(rS, score);
       if (item.tiles.is_partial(tile)) apply_mask(rS, p, item, tile);
@@ -463,14 +463,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
   }
   __syncthreads();
   start_dependents();           // decode_combine finds its parts while these are computed
-  const int warpgroup = uniform(threadIdx.x / 128);
-  if (warpgroup == 0) {
-    set_fewer_registers<kLoaderRegisters>();
-    load_tiles(s, p);
-    append<Element>(p);                         // while the last tiles are computed; the others while the first ones come
-  } else {
-    set_more_registers<kConsumerRegisters>();
-    append<Element>(p);
-    consume(s, p);
-  }
+  run_roles<kLoaderRegisters, kConsumerRegisters>(p, [&] { load_tiles(s, p); }, [&](int) { consume(s, p); });
 }

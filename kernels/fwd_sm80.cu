@@ -16,6 +16,7 @@
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/softmax.cuh"
 #include "attn/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
@@ -44,7 +45,6 @@ constexpr int kWarpKeys = kBlockN / kGroup;
 constexpr int kWarpCols = kHeadDimV / kGroup;
 constexpr int kMTiles = kGroupRows / 16;
 constexpr int kHeadDimMax = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
-constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
 // Not the whole of a long head_dim: the compiler would then load operands so far ahead that other registers spill.
 constexpr int kUnrollQK = kMTiles == 1 ? kHeadDim / 16 : kHeadDimV <= 64 || kGroup > 1 ? 4 : 2;
 static_assert(kGroup == 1 || kGroup == 2, "a warp has one partner");
@@ -130,13 +130,8 @@ DEV void multiply_qk(Logits& rS, u32 q_lane, u32 k_lane) {
 // Logits in place of raw products; -inf where masked. first_key: of the warp's.
 template <typename Score>
 DEV void apply_score_and_mask(Logits& rS, const Score& score, const HeadMask& mask, bool partial, int first_row, int first_key) {
-  if constexpr (!Score::kIsIdentity) {
-    #pragma unroll
-    for (int i = 0; i < kMTiles * kWarpKeys / 2; i++) {
-      float& s = rS[i / (kWarpKeys / 2)][i / 4 % (kWarpKeys / 8)][i % 4];
-      s = score.logit(s);
-    }
-  }
+  #pragma unroll
+  for (int m = 0; m < kMTiles; m++) apply_score(flat(rS[m]), score);
   if (partial) {
     const u32 lane = thread_index() % 32;
     const int lane_key = first_key + lane % 4 * 2;
@@ -153,18 +148,11 @@ DEV void apply_score_and_mask(Logits& rS, const Score& score, const HeadMask& ma
   }
 }
 
-// The max of this lane's logits in each row. Whether one exceeds the running max by more than it may.
+// Of all its rows.
 DEV bool find_max(float (&max)[kMTiles][2], const Rows& rows, const Logits& rS, float exponent_scale) {
   bool exceeds = false;
   #pragma unroll
-  for (int r = 0; r < kMTiles * 2; r++) {
-    float x = rS[r / 2][0][r % 2 * 2];
-    #pragma unroll
-    for (int i = 1; i < kWarpKeys / 4; i++) x = fmaxf(x, rS[r / 2][i / 2][r % 2 * 2 + i % 2]);
-    max[r / 2][r % 2] = x;
-    // From -inf every logit moves it but -inf, which gives a NaN here.
-    exceeds |= fmaf(x, exponent_scale, -rows.max[r / 2][r % 2]) > kMaxLag;
-  }
+  for (int m = 0; m < kMTiles; m++) find_max(max[m], rows.max[m], flat(rS[m]), exponent_scale, exceeds);
   return exceeds;
 }
 
@@ -184,8 +172,7 @@ DEV void move_max(Rows& rows, float (&max)[kMTiles][2], SharedStorage& s, int wa
   #pragma unroll
   for (int r = 0; r < kMTiles * 2; r++) {
     float& x = max[r / 2][r % 2];
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    x = max_of_row(x);
     if (kGroup > 1 && lane % 4 == 0) s.sRows[warp][r * 8 + lane / 4] = x;
   }
   if (kGroup > 1) sync_group(warp / kGroup);
@@ -194,8 +181,7 @@ DEV void move_max(Rows& rows, float (&max)[kMTiles][2], SharedStorage& s, int wa
     float x = max[r / 2][r % 2], &old = rows.max[r / 2][r % 2];
     if (kGroup > 1) x = fmaxf(x, s.sRows[warp ^ 1][r * 8 + lane / 4]);
     x = fmaxf(x * exponent_scale, old);
-    // A first max finds O and the sum empty but for Inf from V, which times 0 would be NaN.
-    const float alpha = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
+    const float alpha = factor_of_move(old, x);
     old = x;
     rows.sum[r / 2][r % 2] *= alpha;
     #pragma unroll
@@ -222,10 +208,7 @@ DEV void softmax_and_multiply_pv(Rows& rows, const Logits& rS, float exponent_sc
   const u32 p_tile = shared_address(s.sP[warp / kGroup]), part = warp % kGroup, lane = thread_index() % 32;
   float subtract[kMTiles][2];
   #pragma unroll
-  for (int r = 0; r < kMTiles * 2; r++) {
-    const float m = rows.max[r / 2][r % 2];
-    subtract[r / 2][r % 2] = m == -infinity(0.f) ? 0.f : m;
-  }
+  for (int r = 0; r < kMTiles * 2; r++) subtract[r / 2][r % 2] = subtrahend(rows.max[r / 2][r % 2]);
   #pragma unroll
   for (int key = 0; key < kWarpKeys / 16; key++) {
     u32 rP[kMTiles][4];
@@ -283,8 +266,7 @@ DEV void write_out(SharedStorage& s, Rows& rows, const FwdParams& p) {
   #pragma unroll
   for (int r = 0; r < kMTiles * 2; r++) {
     float& sum = rows.sum[r / 2][r % 2];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    sum = sum_of_row(sum);
     if (kGroup > 1 && t == 0) s.sRows[warp][r * 8 + g] = sum;
   }
   sync_group(group);                            // every lane has read its Q

@@ -20,6 +20,7 @@
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
 #include "attn/seqlen.cuh"
+#include "attn/softmax.cuh"
 #include "attn/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
@@ -28,6 +29,7 @@
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/warpgroup.cuh"
 
 using Element = ElementOf<DTYPE>::type;
 
@@ -45,7 +47,6 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 // All that a block has. O of 256 columns takes what the loader can do without.
 constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kHeadDimV == 256 ? 24 : 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimV == 256 ? 240 : 232;
-constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
 static_assert(kBlockN % 16 == 0, "whole steps of P V");
 
 using QLayout = PanelLayout<64, kHeadDim>;      // of one consumer
@@ -229,15 +230,9 @@ DEV void check_tiles(SharedStorage& s) {
   }
 }
 
-// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
-struct Rows {
-  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
-  float sum[2];                                 // of P over this lane's columns
-};
 using Scores = float[kBlockN / 2];
 using Weights = u32[kBlockN / 16][4];
 using Output = float[1][kHeadDimV / 8][4];
-DEV float (&flat(Output& rO))[kHeadDimV / 2] { return *(float (*)[kHeadDimV / 2])rO; }
 
 // Starts S = Q K^T.
 DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
@@ -253,21 +248,7 @@ DEV void multiply_qk(Scores& rS, u64 q, u64 k) {
 }
 
 // Starts O += P V, or O = P V.
-DEV void multiply_pv(Output& rO, const Weights& rP, u64 v, bool add) {
-  wgmma_fence();
-  #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_rs<Element>(flat(rO), rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
-  wgmma_commit();
-}
-
-// Logits in place of raw products.
-DEV void apply_score(Scores& rS, const HeadScore& score) {
-  if constexpr (!HeadScore::kIsIdentity) {
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
-  }
-}
+DEV void multiply_pv(Output& rO, const Weights& rP, u64 v, bool add) { multiply_weights<Element, VLayout>(flat(rO[0]), rP, v, add); }
 
 // -inf where masked.
 DEV void apply_mask(Scores& rS, const HeadMask& mask, int first_row, int first_key) {
@@ -285,53 +266,6 @@ DEV void apply_mask(Scores& rS, const HeadMask& mask, int first_row, int first_k
   }
 }
 
-// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
-DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
-  float tile_max[2];
-  bool moved = false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = rS[r * 2];
-    #pragma unroll
-    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
-    tile_max[r] = x;
-    // From -inf every logit moves it but -inf, which gives a NaN here.
-    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
-  }
-  if (!__any_sync(0xffffffff, moved)) return false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = tile_max[r], &old = rows.max[r];
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-    x *= exponent_scale;
-    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
-    // A first max finds O and the sum empty but for Inf from V, which times 0 would be NaN.
-    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
-    old = x;
-    rows.sum[r] *= alpha[r];
-  }
-  return true;
-}
-
-// P = exp2(logits - max) in place of the logits.
-DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 4; i++) {
-      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
-      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
-      rows.sum[r] += x;
-    }
-  }
-}
-DEV void pack(Weights& rP, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
-
 // NaN and Inf of a V tile become 0, once all consumers have added them to the rows that see them. All call it together.
 DEV void clear_tile(u32 v_tile) {
   constexpr int kAll = kConsumers * 128, kBarrier = 8;
@@ -342,19 +276,16 @@ DEV void clear_tile(u32 v_tile) {
 }
 
 // Writes the 16 rows of a warp.
-DEV void write_out(const Output& rO, const Rows& rows, const FwdParams& p, const Work& work) {
+DEV void write_out(const Output& rO, const RowStats& rows, const FwdParams& p, const Work& work) {
   const Sequence seq(p, work);
   const u32 lane = thread_index() % 32;
-  const int warp_row = (int)(thread_index() % 128 / 32) * 16;
-  const int first_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64 + warp_row;
+  const int own_row = warp_row(), first_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64 + own_row;
   float* gLse = (float*)p.lse + seq.row_index(work.head);
   float inverse[2];
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + r * 8 + lane / 4;
-    float sum = rows.sum[r];
-    sum += __shfl_xor_sync(0xffffffff, sum, 1);
-    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    float sum = sum_of_row(rows.sum[r]);
     if (kVarlen && row >= seq.seqlen_q) sum = 0.f;              // takes no part
     inverse[r] = sum == 0.f ? 0.f : rcp_fast(sum);              // no visible key: O is 0
     if (p.lse && lane % 4 == 0 && row < seq.rows_q)
@@ -409,15 +340,15 @@ struct Position {
 DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   const HeadScore score(p);
   const float exponent_scale = score.exponent_scale();
-  const u64 q = wgmma_descriptor<QLayout::kSwizzleBytes>(shared_address(s.sQ[consumer]), QLayout::kPanelBytes);
-  const u64 k = wgmma_descriptor<KLayout::kSwizzleBytes>(shared_address(s.sK), KLayout::kPanelBytes);
-  const u64 v = wgmma_descriptor<VLayout::kSwizzleBytes>(shared_address(s.sV), VLayout::kPanelBytes);
+  const u64 q = descriptor_of<QLayout>(shared_address(s.sQ[consumer]));
+  const u64 k = descriptor_of<KLayout>(shared_address(s.sK));
+  const u64 v = descriptor_of<VLayout>(shared_address(s.sV));
   const bool speaks = thread_index() % 128 == 0;
   Ring<kSlots> slot;
   Ring<1> q_ring;
   Ring<kStages> k_ring, v_ring;
   Position at = {HeadMask(p, 0, 0), {}, {}, 0};
-  Rows rows;
+  RowStats rows;
   Scores rS;
   Weights rP;
   Output rO;
@@ -484,10 +415,10 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     apply_score(rS, score);
     if (may_be_partial && at.own.is_partial(tile)) apply_mask(rS, at.mask, at.first_row, tile * kBlockN);
     moved = update_max(rows, rS, alpha, exponent_scale);
-    softmax(rows, rS, exponent_scale);
+    exponentiate(rS, rows.max, rows.sum, exponent_scale);
   };
   const auto finish_o = [&] {
-    wgmma_pin(flat(rO));
+    wgmma_pin(flat(rO[0]));
     free_v();
   };
   // Whether the next tile of V has NaN or Inf to be taken apart from it: by all consumers together.
@@ -512,7 +443,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     const u32 v_tile = shared_address(s.sV[v_ring.stage]);
     if (is_fresh) {
       #pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] = 0.f;
+      for (int i = 0; i < kHeadDimV / 2; i++) flat(rO[0])[i] = 0.f;
       is_fresh = false;
     }
     add_nonfinite<Element, VLayout, kBlockN, 1>(rO, v_tile, at.mask, at.first_row, tile * kBlockN, 0);
@@ -559,7 +490,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       wgmma_wait<0>();
       begin_rows();
       finish_s(at.own.end - 1, true);
-      pack(rP, rS);
+      pack<Element>(rP, rS);
     }
     q_ring.next();
     is_fresh = true;
@@ -576,10 +507,10 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       finish_s(--tile, may_be_partial);
       wgmma_wait<0>();
       finish_o();
-      pack(rP, rS);
+      pack<Element>(rP, rS);
       if (moved) {
         #pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; i++) flat(rO)[i] *= alpha[i / 2 % 2];
+        for (int i = 0; i < kHeadDimV / 2; i++) flat(rO[0])[i] *= alpha[i / 2 % 2];
       }
     };
     // From plain_begin to plain_end a step has neither a V to look through nor an S to mask. A loop of its own: it is shorter.
@@ -594,7 +525,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
         while (tile >= plain_begin) step(false, false);
       }
     }
-    const Rows finished = rows;
+    const RowStats finished = rows;
     const u32 finished_slot = slot.stage;
     const auto write_finished = [&] {
       write_out(rO, finished, p, s.work[finished_slot].work);
@@ -621,13 +552,13 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       }
       start_tile();
       wgmma_wait<1>();
-      wgmma_pin(flat(rO));
+      wgmma_pin(flat(rO[0]));
       if (!skips) free_v();
       write_finished();                         // while S is computed
       wgmma_wait<0>();
       begin_rows();
       finish_s(at.own.end - 1, true);
-      pack(rP, rS);
+      pack<Element>(rP, rS);
       continue;
     }
     wgmma_wait<0>();

@@ -668,7 +668,7 @@ def test_every_field_of_the_params_is_checked():
 def test_tensor_maps_follow_the_params_in_one_order():
     for kernel, params, head_dim, names in (
         ("fwd_sm90.cu", "FwdParams", 64, launch._TENSOR_MAPS[:3]),
-        ("bwd_sm90.cu", "BwdParams", 64, launch._TENSOR_MAPS),
+        ("attn/bwd_wgmma.cuh", "BwdParams", 64, launch._TENSOR_MAPS),
         ("attn/bwd_wgmma.cuh", "BwdParams", 256, launch._TENSOR_MAPS),
     ):
         maps = re.search(rf"struct TmaParams : {params} \{{ TensorMap ([^;]+); \}};", code_of(kernel))

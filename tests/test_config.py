@@ -326,13 +326,20 @@ def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, exp
     [
         (128, None, False, 132),  # a tile a head
         (257, None, False, 44),
-        (257, 0, False, 66),  # of three the longer two
+        (257, 0, False, 44),
         (2**14, 0, False, 16),
-        (2**14, 0, True, 32),
+        (2**14, None, True, 32),
+        (2**14, 0, True, 64),
     ],
 )
 def test_key_heads_of_a_hopper_backward_that_run_together_fill_it(seqlen_k, window_right, deterministic, expected):
     sizes = dict(batch=100, seqlen_k=seqlen_k, window_right=window_right, deterministic=deterministic)
+    assert choose(backward(**sizes), H200).heads_in_group == expected
+
+
+@pytest.mark.parametrize("seqlen_k, expected", [(64, 132), (129, 44), (2**14, 8)])
+def test_key_heads_of_a_wide_backward_that_run_together_fill_it(seqlen_k, expected):
+    sizes = dict(batch=100, seqlen_k=seqlen_k, head_dim=256, head_dim_v=256)
     assert choose(backward(**sizes), H200).heads_in_group == expected
 
 
@@ -705,7 +712,10 @@ def test_the_params_record_says_what_the_problem_says(problem_of):
     np.testing.assert_allclose(record["tanh_scale"], 0.25)
     np.testing.assert_allclose(record["cap_log2"], 2.0 / np.log(2))
     tiles = launch.num_tiles(stated, made)
-    assert (record["num_tiles"], record["num_short_tiles"]) == (tiles, tiles // 2)
+    assert record["num_tiles"] == tiles and made.short_tiles_last == (made.kernel == "fwd_sm90")
+    for short_last in (True, False):
+        other = launch.params_of(stated, dataclasses.replace(made, short_tiles_last=short_last), strides)
+        assert other["num_short_tiles"] == tiles // 2 * short_last
     assert record["heads_in_group"] == made.heads_in_group
     if problem_of is backward:
         assert record["softmax_scale"] == 0.5 and record["num_query_tiles"] == -(-1000 // made.block_m)

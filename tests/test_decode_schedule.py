@@ -19,11 +19,10 @@ CASES = 40
 pytestmark = needs_compiler
 
 
-def compiled(left, right, fixed, appends, cost, wide):
-    """``wide``: parts are found as decode_combine_wide does."""
-    constants = dict(DTYPE=2, VARLEN=0, PAGED=0, V_IS_K=0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HEAD_DIM_V=64, OUT_VEC_BYTES=16)
-    constants |= dict(THREADS=256, MASK_LEFT=left, MASK_RIGHT=right, FIXED_SPLITS=fixed, APPENDS=appends, __shared__="static")
-    constants |= dict(ITEM_COST=cost, WIDE=wide)
+def compiled(left, right, fixed, appends, cost, sharing):
+    """``sharing``: as many blocks find the same parts."""
+    constants = dict(VARLEN=0, PAGED=0, V_IS_K=0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, MASK_LEFT=left, MASK_RIGHT=right)
+    constants |= dict(FIXED_SPLITS=fixed, APPENDS=appends, ITEM_COST=cost, SHARING=sharing)
     return library("schedule.cpp", tuple(sorted((constants | {"ASYNCHRONOUS": 1}).items())))
 
 
@@ -77,14 +76,14 @@ def tiles_seen(record, left, right, length, row_tile):
 # Lengths and masks do not depend on each other: one mask is enough where keys are appended.
 OPTIONS = [(*masks, 0, 0) for masks in itertools.product([0, 1], [0, 1], [0, 1])] + [(1, 1, 0, 1, 0), (1, 1, 1, 1, 0)]
 OPTIONS += [(0, 0, 0, 0, 1), (1, 1, 0, 0, 1), (0, 1, 0, 1, 2), (0, 1, 0, 0, 4), (0, 1, 1, 0, 1)]
-BEHIND = [(*options, 0) for options in OPTIONS]
-# decode_combine_wide finds parts by a text of its own, behind a kernel whose items count for nothing.
-BEHIND += [(0, 0, 0, 0, 0, 1), (1, 1, 0, 1, 0, 1), (0, 1, 0, 0, 2, 1), (0, 0, 1, 0, 0, 1), (1, 1, 1, 1, 0, 1)]
+BEHIND = [(*options, 1) for options in OPTIONS]
+# As decode_combine_wide, behind a kernel whose items count for nothing.
+BEHIND += [(0, 0, 0, 0, 0, 2), (1, 1, 0, 1, 0, 2), (0, 0, 1, 0, 0, 2), (1, 1, 1, 1, 0, 3)]
 
 
-@pytest.mark.parametrize("left, right, fixed, appends, cost, wide", BEHIND)
-def test_every_tile_once(left, right, fixed, appends, cost, wide):
-    functions = compiled(left, right, fixed, appends, cost, wide)
+@pytest.mark.parametrize("left, right, fixed, appends, cost, sharing", BEHIND)
+def test_every_tile_once(left, right, fixed, appends, cost, sharing):
+    functions = compiled(left, right, fixed, appends, cost, sharing)
     rng = np.random.default_rng(16 * cost + 8 * left + 4 * right + 2 * fixed + appends)
     for _ in range(CASES):
         record, lengths, _held = draw(rng, left, right, fixed, appends)
@@ -117,7 +116,7 @@ def test_every_tile_once(left, right, fixed, appends, cost, wide):
 
         found = {}
         num_blocks = len(items) if fixed else blocks - 1
-        for *item, share, shares, part, slot in noted(functions.parts, record, num_blocks, 7):
+        for *item, share, shares, part, slot in noted(functions.parts, record, num_blocks * sharing, 7):
             found.setdefault(tuple(item), {}).setdefault((share, shares), []).append((part, slot))
         assert set(found) == {item for item in items if len(done[item]) > 1}
         for item, by_share in found.items():
@@ -127,11 +126,11 @@ def test_every_tile_once(left, right, fixed, appends, cost, wide):
             assert sorted(by_share) == [(share, shares) for share in range(shares)], "all tasks are somebody's, once"
 
 
-@pytest.mark.parametrize("cost, wide", [(0, 0), (0, 1), (4, 0)])
+@pytest.mark.parametrize("cost", [0, 4])
 @pytest.mark.parametrize("row_tiles", [1, 3])
-def test_as_much_work_as_the_host_lets_through(cost, wide, row_tiles):
+def test_as_much_work_as_the_host_lets_through(cost, row_tiles):
     """Steps of all items up to just below 2**31, which is what they are counted in."""
-    functions = compiled(0, 0, 0, 0, cost, wide)
+    functions = compiled(0, 0, 0, 0, cost, 1)
     blocks, batch, length = 13, 5, 2**28
     record = np.zeros((), launch.DECODE_PARAMS)
     tiles = -(-length // BLOCK_N)

@@ -1,5 +1,6 @@
-// What the two kernels of a backward of wide heads share: bwd_dkv_sm90 and bwd_dq_sm90, each with its part of the gradients in
-// the registers of warpgroups. All operands are tiles of 64 rows, of queries (Q, dO) or keys (K, V).
+// What the kernels of a backward on warpgroups share: bwd_sm90, and for wide heads bwd_dkv_sm90 and bwd_dq_sm90. A block stays
+// on its multiprocessor and computes tiles of the launch one after the other, which lie in slots: one that is computed, the
+// next. Of warpgroup 0 one warp plans tiles, two prepare what has landed, and one loads; two warpgroups, consumers, compute.
 #pragma once
 #include "attn/gradient.cuh"
 #include "attn/mask.cuh"
@@ -16,6 +17,7 @@
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/warpgroup.cuh"
 
 using Element = ElementOf<DTYPE>::type;
 
@@ -24,17 +26,15 @@ constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill 
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dq, dk and dv
 constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT, kHasMask = kMaskLeft || kMaskRight;
 
-constexpr int kRows = 64;                       // of a tile
-constexpr int kStages = 2;
-constexpr int kConsumers = 2;                   // warpgroups that compute
+constexpr int kConsumers = 2;                   // warpgroups
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kPreparers = 2;                   // warps
-constexpr int kSlots = 2;                       // for tiles of the launch: one that is computed, the next
+constexpr int kSlots = 2;
 constexpr int kOtherRegisters = 24, kConsumerRegisters = 240;   // all that a block has
 
-using OperandLayout = PanelLayout<kRows, kHeadDim>;
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, float>;
+using Gradient = float[kHeadDim / 2];           // accumulators of 64 rows
 
 struct TmaParams : BwdParams { TensorMap q_map, k_map, v_map, dout_map; };
 static_assert(__INTADDR__(&((TmaParams*)0)->q_map) == BWD_TENSOR_MAPS_OFFSET, "launch.py disagrees on TmaParams");
@@ -46,103 +46,164 @@ DEV void prefetch_maps(const TmaParams& p) {
   tma_prefetch_map(&p.dout_map);
 }
 
-// By one thread: a tile to shared memory, `barrier` counts it; and to the L2 cache, while its place is still taken.
-DEV void load_operand(const u8* tile, const TensorMap* map, u64& barrier, int row, int head, int batch) {
-  mbarrier_expect(shared_address(&barrier), OperandLayout::kBytes);
-  load_tile<OperandLayout>(shared_address(tile), map, shared_address(&barrier), row, head, batch);
-}
-// The same of one half of its panels: a product begins with the first.
-constexpr int kFirstPanels = OperandLayout::kPanels / 2;
-template <int kHalf> DEV void load_half(const u8* tile, const TensorMap* map, u64& barrier, int row, int head, int batch) {
-  constexpr int kBegin = kHalf ? kFirstPanels : 0, kEnd = kHalf ? OperandLayout::kPanels : kFirstPanels;
-  mbarrier_expect(shared_address(&barrier), (kEnd - kBegin) * OperandLayout::kPanelBytes);
+// ------------------------------------------------------------------------------------------------------------------ planning
+
+// The planner, one warp: takes tiles of the launch, one ahead. `take()`, by one thread, gives the number of the next; of the
+// first too where `takes`. `tell(work, is_there, slot)`, by all lanes, tells the others; the last time there is none.
+template <Side kSide, typename Storage, typename Take, typename Tell>
+DEV void plan(Storage& s, const FwdParams& p, bool takes, Take take, Tell tell) {
+  Ring<kSlots> slot;
+  bool is_there = true;
   #pragma unroll 1
-  for (int i = kBegin; i < kEnd; i++)
-    tma_load(shared_address(tile) + i * OperandLayout::kPanelBytes, map, shared_address(&barrier), i * OperandLayout::kPanel,
-             row, head, batch);
-}
-DEV void prefetch_operand(const TensorMap* map, int row, int head, int batch) {
-  #pragma unroll 1
-  for (int i = 0; i < OperandLayout::kPanels; i++) tma_prefetch(map, i * OperandLayout::kPanel, row, head, batch);
+  for (; is_there; slot.next(), takes = true) {
+    mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
+    if (thread_index() % 32 == 0 && takes) next = take();
+    const u32 idx = uniform(next), heads = kSide == kQuerySide ? p.heads_q : p.heads_k;
+    is_there = idx < (kVarlen ? p.tiles[0] * heads : (u32)p.num_tiles * p.batch * heads);
+    Work work = {0, 0, -1, {}, {}};
+    if (is_there) work = work_of_block<kSide>(idx, p);
+    tell(work, is_there, slot.stage);
+  }
 }
 
-// The preparers come last in the first warpgroup.
+// A tile of keys, of one key head, as the planner tells it to the others; read where it is used (hence volatile), as the main
+// loop needs every register.
+struct KeyTile {
+  const RowFacts<float>* gRows;                 // of row 0 of the first query head of the group
+  Element* gDK;                                 // of its first key
+  Element* gDV;
+  int first_head, first_key;                    // of the group; of the tile
+  int rows;                                     // of dK and dV, to write
+  int seqlen_q, seqlen_k;
+  int row_q, batch_axis;                        // for TMA: row 0 of the queries, the last coordinate
+  int begin, end, full_begin, full_end;         // QueryTiles
+  int visits;                                   // query tiles of all heads; < 0: there are no more tiles
+};
+
+// What the planner knows of it. All lanes together.
+template <int kBlockM, int kBlockN> struct KeyWork {
+  const Sequence seq;
+  int first_key, head_k, first_head, visits;
+  QueryTiles tiles;
+
+  DEV KeyWork(const BwdParams& p, const Work& work, bool is_there) : seq(p, work) {
+    const int heads = p.heads_q / p.heads_k;
+    first_key = work.tile * kBlockN, head_k = work.head, first_head = work.head * heads;
+    tiles = QueryTiles::of<kBlockM, kBlockN>(HeadMask(p, seq.seqlen_q, seq.seqlen_k), first_key,
+                                             min(first_key + kBlockN, seq.seqlen_k));
+    visits = is_there ? (tiles.end - tiles.begin) * heads : -1;
+  }
+  DEV int row_k() const { return seq.first_k + first_key; }     // for TMA
+  // By one thread.
+  DEV void tell(volatile KeyTile& t, const BwdParams& p) const {
+    t.visits = visits;
+    t.begin = tiles.begin;
+    t.end = tiles.end;
+    t.full_begin = tiles.full_begin;
+    t.full_end = tiles.full_end;
+    t.first_head = first_head;
+    t.first_key = first_key;
+    t.rows = seq.rows_k - first_key;
+    t.seqlen_q = seq.seqlen_q;
+    t.seqlen_k = seq.seqlen_k;
+    t.row_q = seq.first_q;
+    t.batch_axis = seq.batch;
+    t.gRows = (const RowFacts<float>*)p.rows + seq.row_index(first_head);
+    t.gDK = seq.key_rows((Element*)p.dk, p.dk_strides, head_k) + first_key * p.dk_strides.row;
+    t.gDV = seq.key_rows((Element*)p.dv, p.dv_strides, head_k) + first_key * p.dv_strides.row;
+  }
+};
+
+// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with
+// the same one, and in step find it in the L2 cache, or, DETERMINISTIC, take their turns soon.
+struct Visit {
+  int head, tile;
+  DEV void advance(int begin, int end) {
+    if (tile-- == begin) tile = end - 1, head++;
+  }
+  DEV void advance(const volatile KeyTile& t) { advance(uniform(t.begin), uniform(t.end)); }
+};
+DEV Visit first_visit(const volatile KeyTile& t) { return {0, uniform(t.end) - 1}; }
+// Whether some pairs of it do not see each other.
+DEV bool is_partial(const volatile KeyTile& t, const Visit& v) { return (v.tile < t.full_begin) | (v.tile >= t.full_end); }
+
+// ----------------------------------------------------------------------------------------------------------------- preparing
+
+// The preparers come behind the planner, the loader last.
 constexpr int kPreparing = kPreparers * 32;     // threads
-DEV u32 preparer() { return thread_index() - (128 - kPreparing); }
+DEV u32 preparer() { return thread_index() - 32; }
 DEV void sync_preparers() { barrier_sync(1, kPreparing); }
+DEV bool any_preparer(bool x) { return barrier_or(1, kPreparing, x); }
+
 // Zeros in place of rows from `rows` on: what TMA read there are rows of the next sequence.
-DEV void clear_rows(u32 tile, int rows) {
+template <typename Layout> DEV void clear_rows(u32 tile, int rows) {
   #pragma unroll 1
-  for (u32 at = preparer() * 16; at < OperandLayout::kBytes; at += kPreparing * 16)
-    if (OperandLayout::row_at(at) >= rows) store_shared(tile + at, Chunk{});
+  for (u32 at = preparer() * 16; at < Layout::kBytes; at += kPreparing * 16)
+    if (Layout::row_at(at) >= rows) store_shared(tile + at, Chunk{});
 }
+
+DEV float poison() { return __int_as_float(0x7fffffff); }
+// NaN and Inf of operands that a product would carry, times a 0 of P or dS, to what does not see them: they become 0 in the
+// tile, and by a poison() that `mark(row)` leaves for the row they go to exactly the pairs that see each other. There they
+// become NaN in all columns; a full tile, which needs none of this, keeps to the columns that they stand in.
+template <typename Layout, typename Mark> DEV void separate_nonfinite(u32 tile, Mark mark) {
+  clear_nonfinite<Element, Layout, Layout::kRows, kPreparing>(tile, preparer(), mark);
+}
+
+// What must not be in Q and dO of a stage, of which `rows` exist. Of a partial tile they are looked through if any of the facts,
+// of which each thread has some, say that there may be something (may_be_nonfinite).
+template <typename Layout, typename Storage>
+DEV void clear_queries(Storage& s, u32 stage, int rows, bool partial, bool may_be_poisoned) {
+  const bool clears = kVarlen && rows < Layout::kRows;
+  if (clears) {
+    clear_rows<Layout>(shared_address(s.sQ[stage]), rows);
+    clear_rows<Layout>(shared_address(s.sDO[stage]), rows);
+  }
+  const bool separates = kHasMask && partial && any_preparer(may_be_poisoned);  // a barrier: rows are poisoned behind their facts
+  if (separates) {
+    const auto mark = [&](int row) { s.lse[stage][row] = poison(); };
+    separate_nonfinite<Layout>(shared_address(s.sQ[stage]), mark);
+    separate_nonfinite<Layout>(shared_address(s.sDO[stage]), mark);
+  }
+  if (clears || separates) fence_async_proxy();
+}
+
+// ----------------------------------------------------------------------------------------------------------------- computing
 
 // The consumers take turns to start products: beside the exponentials of one run the products of the other.
 DEV void first_turn(int consumer) { if (consumer == 0) barrier_arrive(5, kConsumers * 128); }
 DEV void my_turn(int consumer) { barrier_sync(5 + consumer, kConsumers * 128); }
 DEV void your_turn(int consumer) { barrier_arrive(6 - consumer, kConsumers * 128); }
 
-// Accumulators of 64 x 64 products, as A operands, and of a gradient of 64 rows.
-using Scores = float[kRows / 2];
-using Weights = u32[kRows / 16][4];
-using Gradient = float[kHeadDim / 2];
-
-DEV u64 descriptor_of(const u8* tile) {
-  return wgmma_descriptor<OperandLayout::kSwizzleBytes>(shared_address(tile), OperandLayout::kPanelBytes);
-}
-// Starts half of a product of the rows of `a` with those of `b`: of their first panels, or of the others.
-template <int kHalf> DEV void multiply_rows(Scores& rS, u64 a, u64 b) {
-  constexpr int kSteps = OperandLayout::kPanel / 16;
-  wgmma_fence();
-  #pragma unroll
-  for (int d = kHalf ? kFirstPanels * kSteps : 0; d < (kHalf ? kHeadDim / 16 : kFirstPanels * kSteps); d++) {
-    const u32 step = d / kSteps * OperandLayout::kPanelBytes + d % kSteps * 32;
-    wgmma_ss<Element>(rS, descriptor_step(a, step), descriptor_step(b, step), d > 0);
-  }
-  wgmma_commit();
-}
-// Starts the sum of rows of `b` by weights; and that of half of its panels.
-DEV void accumulate(Gradient& acc, const Weights& rA, u64 b) {
-  wgmma_fence();
-  #pragma unroll
-  for (int m = 0; m < kRows / 16; m++)
-    wgmma_rs<Element>(acc, rA[m], descriptor_step(b, m * 16 * OperandLayout::kSwizzleBytes), true);
-  wgmma_commit();
-}
-template <int kHalf> DEV void accumulate_half(Gradient& acc, const Weights& rA, u64 b) {
-  constexpr int kFirst = kFirstPanels * OperandLayout::kPanel / 2, kSize = kHalf ? kHeadDim / 2 - kFirst : kFirst;
-  float (&half_acc)[kSize] = *(float (*)[kSize])(acc + (kHalf ? kFirst : 0));
-  wgmma_fence();
-  #pragma unroll
-  for (int m = 0; m < kRows / 16; m++) {
-    const u32 step = m * 16 * OperandLayout::kSwizzleBytes + (kHalf ? kFirstPanels * OperandLayout::kPanelBytes : 0);
-    wgmma_rs<Element>(half_acc, rA[m], descriptor_step(b, step), true);
-  }
-  wgmma_commit();
-}
 DEV void clear(Gradient& acc) {
   #pragma unroll
   for (int i = 0; i < kHeadDim / 2; i++) acc[i] = 0.f;
 }
-// Accumulators, rounded: A operands.
-DEV void pack(Weights& rA, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kRows / 4; i++) rA[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
-
-// The same, converted once: in a loop that has no register to spare it would be done anew each time.
-DEV HeadScore kept(HeadScore score) {
-  score.scale_log2 = __uint_as_float(opaque(__float_as_uint(score.scale_log2)));
-  return score;
-}
-
-DEV int warp_row() { return thread_index() % 128 / 32 * 16; }                  // of the consumer's 64
-DEV bool speaks() { return thread_index() % 128 == 0; }                         // for its warpgroup
-// One arrival a warp, once all its lanes are there.
-DEV void arrive_warp(u64& barrier) {
-  __syncwarp();
-  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-}
 // This lane's two of the eight numbers from `x` on: the columns of an accumulator.
 struct alignas(8) Pair { float x[2]; };
 DEV Pair lane_pair(const float* x) { return *(const Pair*)(x + thread_index() % 4 * 2); }
+
+// Writes a gradient, a warp its 16 rows from `first_row` on; those past `rows_used` are zeros.
+DEV void write_gradient(Element* dst, i64 row_stride, const Gradient& acc, float scale, int first_row, int rows, int rows_used,
+                        int cols) {
+  const u32 lane = thread_index() % 32;
+  const int column = lane % 4 * 8;
+  #pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = first_row + r * 8 + lane / 4;
+    char* g = (char*)(dst + row * row_stride + column);
+    #pragma unroll
+    for (int d = 0; d < kHeadDim / 8; d += 4) {
+      u32 word[4];
+      #pragma unroll
+      for (int j = 0; j < 4; j++) {
+        word[j] = pack2<Element>(acc[(d + j) * 4 + 2 * r] * scale, acc[(d + j) * 4 + 2 * r + 1] * scale);
+        if (kVarlen && row >= rows_used) word[j] = 0;
+      }
+      const Chunk c = transpose_quad(word, lane % 4);
+      if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < rows, g + d * 16, c);
+      else if (row < rows) store_chunk<kOutVecBytes>(g + d * 16, c, kWholeHeads ? 16 : (cols - d * 8 - column) * 2);
+    }
+  }
+}

@@ -1,9 +1,9 @@
-// What decoding by warpgroups shares: items of 64 rows, key tiles of 64, of which a warpgroup has S and P in registers; the max
-// and the sum of rows; results. The running max lags as in fwd_sm90.
+// What decoding by warpgroups shares: items of 64 rows, key tiles of 64, of which a warpgroup has S and P in registers; results.
 #pragma once
 #include "attn/decode.cuh"
 #include "attn/poison.cuh"
 #include "attn/score.cuh"
+#include "attn/softmax.cuh"
 #include "ptx/arrive.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/dependent.cuh"
@@ -13,6 +13,7 @@
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 #include "tile/pipeline.cuh"
+#include "tile/warpgroup.cuh"
 
 using Element = ElementOf<DTYPE>::type;
 
@@ -23,7 +24,6 @@ constexpr bool kMaskLeft = MASK_LEFT, kMaskRight = MASK_RIGHT;
 constexpr bool kWholeHeads = WHOLE_HEADS;       // head_dim and head_dim_v fill kHeadDim and kHeadDimV
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of out
 constexpr int kThreads = 384;                   // a warpgroup that loads, two that compute
-constexpr float kMaxLag = 8.f;                  // in base 2: P stays below 256, which float16 holds with room for the sums
 static_assert(kBlockM == 64 && kBlockN == 64, "rows of a warpgroup; a panel of P");
 static_assert(VEC_BYTES == 16, "rows are copied by 16 bytes");
 
@@ -31,12 +31,6 @@ using QLayout = PanelLayout<kBlockM, kHeadDim>;
 using KLayout = PanelLayout<kBlockN, kHeadDim>;
 using VLayout = PanelLayout<kBlockN, kHeadDimV>;
 using HeadScore = Score<SCORE, float>;
-
-// One arrival a warp, once all its lanes are there.
-DEV void arrive_warp(u64& barrier) {
-  __syncwarp();
-  if (thread_index() % 32 == 0) mbarrier_arrive(shared_address(&barrier));
-}
 
 // First element of a packed row in q or out.
 DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& item, int row) {
@@ -46,25 +40,11 @@ DEV i64 query_offset(const DecodeParams& p, const Strides& s, const DecodeItem& 
 
 // ----------------------------------------------------------------------------------------------------------------- computing
 
-// What a thread keeps of its two rows (g and g + 8 of its warp's 16) from key tile to key tile.
-struct Rows {
-  float max[2];                                 // of the base-2 exponents, lagging; the same in the four lanes of a row
-  float sum[2];                                 // of P over this lane's columns
-};
 using Scores = float[kBlockN / 2];
 using Weights = u32[kBlockN / 16][4];
 
 DEV u32 load_shared_word(u32 address) { return *(const u32*)__cvta_shared_to_generic(address); }
-DEV int warp_row() { return (int)(thread_index() % 128 / 32) * 16; }
 DEV int lane_row() { return warp_row() + (int)(thread_index() % 32 / 4); }     // the first of the two
-
-// Logits in place of raw products.
-DEV void apply_score(Scores& rS, const HeadScore& score) {
-  if constexpr (!HeadScore::kIsIdentity) {
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 2; i++) rS[i] = score.logit(rS[i]);
-  }
-}
 
 // -inf where masked.
 DEV void apply_mask(Scores& rS, const DecodeParams& p, const DecodeItem& item, int tile) {
@@ -82,53 +62,6 @@ DEV void apply_mask(Scores& rS, const DecodeParams& p, const DecodeItem& item, i
   }
 }
 
-// The running max of each row; the sums follow where it moves, and O is to be multiplied by `alpha`. Whether any moved.
-DEV bool update_max(Rows& rows, const Scores& rS, float (&alpha)[2], float exponent_scale) {
-  float tile_max[2];
-  bool moved = false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = rS[r * 2];
-    #pragma unroll
-    for (int i = 1; i < kBlockN / 4; i++) x = fmaxf(x, rS[i / 2 * 4 + r * 2 + i % 2]);
-    tile_max[r] = x, alpha[r] = 1.f;
-    // From -inf every logit moves it but -inf, which gives a NaN here.
-    moved |= fmaf(x, exponent_scale, -rows.max[r]) > kMaxLag;
-  }
-  if (!__any_sync(0xffffffff, moved)) return false;
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    float x = tile_max[r], &old = rows.max[r];
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
-    x *= exponent_scale;
-    if (!(x - old > kMaxLag)) x = old;          // only another row of the warp moves: bits of one never depend on another
-    // A first max finds O and the sum empty.
-    alpha[r] = x == old || old == -infinity(0.f) ? 1.f : exp2_fast(old - x);
-    old = x;
-    rows.sum[r] *= alpha[r];
-  }
-  return true;
-}
-
-// P = exp2(logits - max) in place of the logits.
-DEV void softmax(Rows& rows, Scores& rS, float exponent_scale) {
-  #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float subtract = rows.max[r] == -infinity(0.f) ? 0.f : rows.max[r];
-    #pragma unroll
-    for (int i = 0; i < kBlockN / 4; i++) {
-      float& x = rS[i / 2 * 4 + r * 2 + i % 2];
-      x = exp2_fast(fmaf(x, exponent_scale, -subtract));
-      rows.sum[r] += x;
-    }
-  }
-}
-DEV void pack(Weights& rP, const Scores& rS) {
-  #pragma unroll
-  for (int i = 0; i < kBlockN / 4; i++) rP[i / 4][i % 4] = pack2<Element>(rS[2 * i], rS[2 * i + 1]);
-}
-
 template <int kSize> DEV void scale_output(float (&rO)[kSize], const float (&alpha)[2]) {
   #pragma unroll
   for (int i = 0; i < kSize; i++) rO[i] *= alpha[i / 2 % 2];
@@ -136,20 +69,10 @@ template <int kSize> DEV void scale_output(float (&rO)[kSize], const float (&alp
 
 // Starts O += P V, or O = P V, of the columns from `v` on; P in registers.
 template <int kSize> DEV void multiply_pv(float (&rO)[kSize], const Weights& rP, u64 v, bool add) {
-  wgmma_fence();
-  #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_rs<Element>(rO, rP[key], descriptor_step(v, key * 16 * VLayout::kSwizzleBytes), key > 0 || add);
-  wgmma_commit();
+  multiply_weights<Element, VLayout>(rO, rP, v, add);
 }
 
 // ------------------------------------------------------------------------------------------------------------------- results
-
-// The sum over the four lanes of a row.
-DEV float sum_of_row(float x) {
-  x += __shfl_xor_sync(0xffffffff, x, 1);
-  return x + __shfl_xor_sync(0xffffffff, x, 2);
-}
 
 // Writes the columns from `first_column` on of the 16 rows of a warp, to the outputs or as a part.
 template <int kSize>
@@ -189,7 +112,7 @@ DEV void write_output(const float (&rO)[kSize], const float (&inverse)[2], const
 }
 
 // Writes the lse of the rows whose sums over all lanes are `sum`.
-DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& p, const DecodeItem& item) {
+DEV void write_lse(const RowStats& rows, const float (&sum)[2], const DecodeParams& p, const DecodeItem& item) {
   if (thread_index() % 4) return;
   const int group = group_of(p), end_row = num_rows(p);
   #pragma unroll
@@ -203,5 +126,23 @@ DEV void write_lse(const Rows& rows, const float (&sum)[2], const DecodeParams& 
       const int head = item.head_k * group + row % group;
       ((float*)p.lse)[((i64)item.batch * p.heads_q + head) * p.seqlen_q + row / group] = lse * 0.6931471806f;
     }
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------------------- roles
+
+// Warpgroup 0 loads, the others compute. All write new keys and values to the cache: who loads while the last tiles are computed,
+// the others while the first ones come.
+template <int kLoaderRegisters, int kConsumerRegisters, typename Load, typename Compute>
+DEV void run_roles(const DecodeParams& p, Load load, Compute compute) {
+  const int warpgroup = uniform(threadIdx.x / 128);
+  if (warpgroup == 0) {
+    set_fewer_registers<kLoaderRegisters>();
+    load();
+    append<Element>(p);
+  } else {
+    set_more_registers<kConsumerRegisters>();
+    append<Element>(p);
+    compute(warpgroup - 1);
   }
 }

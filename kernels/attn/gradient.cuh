@@ -9,6 +9,13 @@ template <typename R> struct alignas(2 * sizeof(R)) RowFacts {
   R delta;                      // rowsum(dout * out) - dlse
 };
 
+DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000) != 0x7f800000; }
+// Whether q or dout of a row may hold NaN or Inf. If a key sees the row, no score of it is finite then, nor lse; nor is delta.
+// Behind a tanh, kBounded, scores of Inf are.
+template <bool kBounded> DEV bool may_be_nonfinite(const RowFacts<float>& facts) {
+  return kBounded || !is_finite(facts.lse_log2) || !is_finite(facts.delta);
+}
+
 // dq_sum lies as tensor cores hold it: in units of 16 rows by 8 columns, in which the four elements of a lane of mma_m16n8k16
 // are neighbours. A warp then adds whole lines, twice as fast as parts of rows. The units of 16 rows make a group, and a
 // sequence begins with one.

@@ -17,18 +17,20 @@ struct Parts {
   }
 };
 
-// Those of the item that the border behind block `block` splits; FIXED_SPLITS: of item `block`. All lanes of a warp together.
-DEV Parts find_parts(const DecodeParams& p, int block) {
+// Those of the item that the border behind a block splits; FIXED_SPLITS: of an item. kBlocks blocks of this launch have the
+// same. All lanes of a warp together.
+template <int kBlocks = 1> DEV Parts find_parts(const DecodeParams& p) {
   Parts parts = {};
   if constexpr (kFixedSplits) {
-    const int of_row_tile = block / p.heads_k;
+    const int item = blockIdx.x / kBlocks, of_row_tile = item / p.heads_k;
     parts.batch = of_row_tile / p.num_row_tiles, parts.row_tile = of_row_tile % p.num_row_tiles;
-    parts.head_k = block % p.heads_k;
+    parts.head_k = item % p.heads_k;
     const int num_tiles = num_tiles_of_rows(p, num_keys(p, num_cached(p, parts.batch)), parts.row_tile);
     parts.count = min(num_tiles, p.num_splits), parts.shares = 1;
-    parts.first = (i64)block * p.num_splits, parts.step = num_tiles;
+    parts.first = (i64)item * p.num_splits, parts.step = num_tiles;
   } else {
     const Shares shares(p);
+    const int block = blockIdx.x / kBlocks;
     if (block + 1 >= shares.blocks) return parts;
     const int border = shares.begin(block + 1);
     const StepPlace place = shares.place(p, border);

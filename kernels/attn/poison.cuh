@@ -12,42 +12,63 @@ template <> struct Bits<bf16> { static constexpr u32 kExponent = 0x7f80, kMantis
 
 template <typename T> DEV bool is_nonfinite(u32 bits16) { return (bits16 & Bits<T>::kExponent) == Bits<T>::kExponent; }
 
+// The halves of a word that are finite, all bits of them.
+template <typename T> DEV u32 finite_mask(u32 word) {
+  return (is_nonfinite<T>(word) ? 0 : 0xffffu) | (is_nonfinite<T>(word >> 16) ? 0 : 0xffff0000u);
+}
+
 // Bits 15 and 31: whether the low and the high element are NaN or Inf. Those are where adding 1 to the exponent carries.
 template <typename T> DEV u32 nonfinite_carries(u32 word) {
   return (word & Bits<T>::kExponent * 0x10001u) + (Bits<T>::kMantissa + 1) * 0x10001u;
 }
 
+// `found`, two numbers, become NaN where one of the two of `word` is NaN or Inf: their product with 0 is.
+template <typename T> DEV void find_nonfinite(u32& found, u32 word);
+template <> DEV void find_nonfinite<half>(u32& found, u32 word) {
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(word), "r"(0));
+}
+template <> DEV void find_nonfinite<bf16>(u32& found, u32 word) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(word), "r"(0));
+}
+
 // Whether any element of the tile at `tile`, kBytes long and shared by kThreads threads, is NaN or Inf; with kClear those
 // become 0. A thread answers for its own part.
 template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfinite(u32 tile, u32 thread) {
-  u32 found = 0;
+  u32 found[4] = {};
   #pragma unroll 4
   for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
-    Chunk c = load_shared(tile + at);
+    const Chunk c = load_shared(tile + at);
     #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u32 carries = nonfinite_carries<T>(c.word[i]);
-      found |= carries;
-      if (kClear) c.word[i] &= (carries & 0x8000 ? 0 : 0xffffu) | (carries >> 31 ? 0 : 0xffff0000u);
-    }
-    if (kClear) store_shared(tile + at, c);
+    for (int i = 0; i < 4; i++) find_nonfinite<T>(found[i], c.word[i]);
   }
-  return found & 0x80008000;
+  const bool any = (found[0] | found[1] | found[2] | found[3]) & 0x7fff7fff;
+  if constexpr (kClear) {
+    #pragma unroll 1
+    for (u32 at = thread * 16; any && at < kBytes; at += kThreads * 16) {
+      Chunk c = load_shared(tile + at);
+      #pragma unroll
+      for (int i = 0; i < 4; i++) c.word[i] &= finite_mask<T>(c.word[i]);
+      store_shared(tile + at, c);
+    }
+  }
+  return any;
 }
 
 // NaN and Inf of a tile of kRows rows become 0, and mark(row) is called for every row that had any. A thread answers for its own
 // part.
 template <typename T, typename Layout, int kRows, int kThreads, typename Mark>
 DEV void clear_nonfinite(u32 tile, u32 thread, Mark mark) {
-  #pragma unroll 4
-  for (u32 at = thread * 16; at < kRows * Layout::kRowBytes; at += kThreads * 16) {
+  constexpr int kBytes = kRows * Layout::kRowBytes;
+  if (!scan_nonfinite<T, kBytes, kThreads, false>(tile, thread)) return;
+  #pragma unroll 1
+  for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
     Chunk c = load_shared(tile + at);
-    u32 keep[4], kept = ~0u;
+    u32 kept = ~0u;
     #pragma unroll
     for (int i = 0; i < 4; i++) {
-      keep[i] = (is_nonfinite<T>(c.word[i]) ? 0 : 0xffffu) | (is_nonfinite<T>(c.word[i] >> 16) ? 0 : 0xffff0000u);
-      c.word[i] &= keep[i];
-      kept &= keep[i];
+      const u32 mask = finite_mask<T>(c.word[i]);
+      c.word[i] &= mask;
+      kept &= mask;
     }
     if (kept == ~0u) continue;
     store_shared(tile + at, c);

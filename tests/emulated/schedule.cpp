@@ -1,13 +1,9 @@
-// What the blocks of a decoding kernel compute, and which parts of it are found to be joined: kernels/attn/decode.cuh on the host.
-// WIDE: as decode_combine_wide finds them, else as decode_combine does.
-#if WIDE
+// What the blocks of a decoding kernel compute, and which parts of it are found to be joined: kernels/attn/decode.cuh and
+// parts.cuh on the host. SHARING blocks find the same.
 #include <cstring>
 #include <vector>
 
 #include "attn/parts.cuh"
-#else
-#include "decode_combine.cu"
-#endif
 
 void run_blocks(void (*)(const void*), const void*, int, int, int);
 
@@ -27,11 +23,8 @@ static void note_items(const void* given) {
 // batch, row_tile, head_k, share, shares, part, slot: for each part that is found at a border, or FIXED_SPLITS of an item
 static void note_parts(const void* given) {
   const DecodeParams p = *(const DecodeParams*)given;
-#if WIDE
-  const Parts parts = find_parts(p, blockIdx.x);
-#else
-  const Parts parts = find_parts(p);
-#endif
+  const Parts parts = find_parts<SHARING>(p);
+  if (blockIdx.x % SHARING != SHARING - 1) return;
   for (int part = 0; parts.count > 1 && part < parts.count; part++)
     note(parts.batch, parts.row_tile, parts.head_k, parts.share, parts.shares, part, parts.slot(p, part));
 }

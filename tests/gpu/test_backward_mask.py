@@ -24,6 +24,7 @@ MASKS = {
     "window": dict(window=(40, 3)),
     "left": dict(window=(70, None)),
     "right": dict(window=(None, 5)),
+    "softcap": dict(causal=True, softcap=2.0),  # Inf in q leaves lse finite
     "none": {},
 }
 
