@@ -53,6 +53,8 @@ def pytest_configure(config):
     if SETTINGS["cpu"]:
         torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=2**37)
         CpuMode().__enter__()
+    elif SUITE.sdpa:
+        keep_torchs_helpers_off_the_gpu()
     for name in SUITE.modules:
         importlib.import_module(name)  # pytest puts the checkout's folder before ours
     if SUITE.sdpa:
@@ -63,6 +65,17 @@ def pytest_configure(config):
     config.cuflash_counts = Counter()
     config.cuflash_report = Report()
     config.pluginmanager.register(config.cuflash_report)
+
+
+def keep_torchs_helpers_off_the_gpu():
+    """What PyTorch's helpers for tests find out by using the GPU when they are imported, or when a test is decorated."""
+    triton = importlib.import_module("torch.utils._triton")
+    triton.has_triton = lambda: False  # asked for tests that are not run
+    common_cuda = importlib.import_module("torch.testing._internal.common_cuda")
+    common_cuda.TEST_CUDNN = torch.backends.cudnn.is_available()
+    base = importlib.import_module("torch.testing._internal.common_device_type").CUDATestBase
+    base.setUpClass = classmethod(lambda cls: None)  # runs for each class that is made for a device
+    base.primary_device, base.no_magma, base.no_cudnn, base.cudnn_version = "cuda:0", True, True, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -39,11 +39,13 @@ def run_suite(suite, checkout: Path, count: int, workers: int, seconds: int, lim
         on_cpu = capability is None
         settings = {"suite": suite.name, "count": count, "report": folder, "seconds": seconds, "workers": workers, "cpu": on_cpu}
         settings["capability"] = [9, 0] if on_cpu else [int(part) for part in capability.split(".")]
+        # FlashAttention 3's suite imports helpers that lie beside it, its folder being a package; ours come first.
+        paths = [str(SHIMS), str(ROOT), os.environ.get("PYTHONPATH"), str(suite.file(checkout).resolve().parent)]
         environment = os.environ | suite.environment
         environment |= {
             "CUFLASH_PEER_SUITE": json.dumps(settings),
             "CUFLASH_PEER_CHECKOUT": str(checkout.resolve()),
-            "PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is found out without using it
             "OMP_NUM_THREADS": "1",  # there is a process a core
         }
