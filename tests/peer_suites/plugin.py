@@ -1,10 +1,11 @@
 """A pytest plugin: collects a sample of a peer's suite, runs it on cuflash and writes what came of it.
 
 What to do is in the environment variable CUFLASH_PEER_SUITE, as JSON: suite (its name), count (of cases), report (a
-folder), seconds (what a case may take), capability (of the GPU), workers, cpu (whether "cuda" is taken for the CPU).
+folder), seconds (what a case may take), capability (of the GPU), workers, cpu (whether "cuda" is taken for the CPU), share
+(None, or of how many processes that run a suite this one is which).
 
 Collecting imports PyTorch, which takes longer than most cases: it is done once, and the processes that run the cases are forked
-from there. So nothing may touch the GPU until then.
+from there. So nothing may touch the GPU until then. A suite that does, as PyTorch's helpers do, is collected in each process.
 """
 
 from __future__ import annotations
@@ -53,8 +54,6 @@ def pytest_configure(config):
     if SETTINGS["cpu"]:
         torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=2**37)
         CpuMode().__enter__()
-    elif SUITE.sdpa:
-        keep_torchs_helpers_off_the_gpu()
     for name in SUITE.modules:
         importlib.import_module(name)  # pytest puts the checkout's folder before ours
     if SUITE.sdpa:
@@ -65,17 +64,6 @@ def pytest_configure(config):
     config.cuflash_counts = Counter()
     config.cuflash_report = Report()
     config.pluginmanager.register(config.cuflash_report)
-
-
-def keep_torchs_helpers_off_the_gpu():
-    """What PyTorch's helpers for tests find out by using the GPU when they are imported, or when a test is decorated."""
-    triton = importlib.import_module("torch.utils._triton")
-    triton.has_triton = lambda: False  # asked for tests that are not run
-    common_cuda = importlib.import_module("torch.testing._internal.common_cuda")
-    common_cuda.TEST_CUDNN = torch.backends.cudnn.is_available()
-    base = importlib.import_module("torch.testing._internal.common_device_type").CUDATestBase
-    base.setUpClass = classmethod(lambda cls: None)  # runs for each class that is made for a device
-    base.primary_device, base.no_magma, base.no_cudnn, base.cudnn_version = "cuda:0", True, True, None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,9 +150,12 @@ def pytest_runtestloop(session):
     report = session.config.cuflash_report
     if SETTINGS["workers"] > 1 and not SETTINGS["cpu"]:
         _check_that_forks_can_use_the_gpu()
-    (FOLDER / "counts.json").write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    number, of = SETTINGS["share"] or (0, 1)
+    path = FOLDER / f"counts-{number}.json"
+    path.write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    path.replace(FOLDER / "counts.json")  # as the other shares write it
     if SETTINGS["workers"] == 1:
-        _run_cases(session.items, following, report, 0)
+        _run_cases(session.items[number::of], following, report, number)
         return True
     workers = {}
     for number in range(SETTINGS["workers"]):

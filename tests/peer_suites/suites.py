@@ -29,6 +29,7 @@ class Suite:
     sdpa: bool = False  # computed by cuflash as SDPA's flash backend
     whole: bool = False  # run as a whole, not sampled
     workers: int = 2
+    forks: bool = True  # collected once; otherwise by each of its workers, as it touches the GPU
 
     def file(self, checkout: Path) -> Path:
         return checkout if checkout.is_file() else checkout / self.path
@@ -167,6 +168,7 @@ SUITES = {
             torch_flash,
             methods=is_torch_flash,
             sdpa=True,
+            forks=False,
         ),
     )
 }
