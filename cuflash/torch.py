@@ -141,7 +141,7 @@ def merge_attention(outs, lses):
         As `attention`.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cuflash.merge_attention(outs, lses)
+        return _merge_unfused(outs, lses) if _is_differentiated() else torch.ops.cuflash.merge_attention(outs, lses)
     problem.check_parts(outs, lses)
     tensors = (*outs, *lses)
     if not _is_plain(tensors):
@@ -162,7 +162,8 @@ def _is_simple(q, k, v) -> bool:
         return False
     try:
         return (type(q) is type(k) is type(v) is _TENSOR and not (q.requires_grad or k.requires_grad or v.requires_grad)
-                and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not torch._C._is_any_autocast_enabled()
+                and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not (q.is_neg() or k.is_neg() or v.is_neg())
+                and not torch._C._is_any_autocast_enabled()
                 and not _is_watched() and not _is_transformed())
     except (IndexError, RuntimeError):      # no axes, or no strides
         return False
@@ -189,6 +190,8 @@ def _casts(q) -> bool:
 def _attend(tensors: tuple, options: dict, deterministic, return_lse):
     """``tensors``: q, k and v, and of a packed batch the four of its lengths, which tells the two apart."""
     compiling = torch.compiler.is_compiling()
+    if compiling and _is_differentiated():
+        return _attend_uncompiled_under_torch_func(tensors, options, deterministic, return_lse)
     if deterministic is not False and not compiling:
         problem.check_flag("deterministic", deterministic)
     is_plain = not compiling and _is_plain(tensors)
@@ -203,6 +206,12 @@ def _attend(tensors: tuple, options: dict, deterministic, return_lse):
         function = _TransformedAttention if is_transformed else _Attention
         out, lse = function.apply(options, deterministic, *tensors)
     return (out, lse) if return_lse else out
+
+
+@torch._disable_dynamo
+def _attend_uncompiled_under_torch_func(*args):
+    """As _attend, between two compiled graphs: what torch.func differentiates in compiled code can be no operator."""
+    return _attend(*args)
 
 
 def _is_plain(tensors: tuple) -> bool:
@@ -234,6 +243,17 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or _forward_ad._current_level >= 0
 
 
+def _is_differentiated() -> bool:
+    """Whether torch.func is at work with more than vmap. While code is compiled it says how things stand in the trace."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(level.key() != vmap for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+_is_differentiated._dynamo_marked_constant = True       # as torch.compiler.assume_constant_result, which imports the compiler
+
+
 def _flat(options: dict) -> tuple:
     """The options as an operator takes them: -1 is a window without bound."""
     window = options["window"]
@@ -249,8 +269,9 @@ def _named(causal, window_left, window_right, softmax_scale, softcap) -> dict:
 # --------------------------------------------------------------------------------------------------------- what is computed
 
 def _rows(x):
-    """x, or a copy whose last axis is contiguous."""
+    """x, or a copy whose last axis is contiguous and whose memory holds its values, not the negated ones."""
     try:
+        x = x.resolve_neg()
         return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     except (AttributeError, TypeError, IndexError, RuntimeError):
         return x                # no dense tensor with axes: the function of the package says so
@@ -259,7 +280,7 @@ def _rows(x):
 def _forward(tensors: tuple, options: dict, return_lse=True):
     q, k, v, *lengths = tensors
     try:
-        are_rows = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        are_rows = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not (q.is_neg() or k.is_neg() or v.is_neg())
     except (AttributeError, IndexError, RuntimeError):
         are_rows = False
     if not are_rows:
@@ -273,7 +294,7 @@ def _forward(tensors: tuple, options: dict, return_lse=True):
 def _backward(dout, dlse, out, lse, tensors: tuple, options: dict, deterministic) -> tuple:
     q, k, v, *lengths = tensors
     given = (_rows(dout), _rows(q), _rows(k), _rows(v), out.contiguous(), lse.contiguous())
-    more = {"dlse": None if dlse is None else dlse.contiguous(), "deterministic": deterministic, **options}
+    more = {"dlse": None if dlse is None else dlse.contiguous().resolve_neg(), "deterministic": deterministic, **options}
     if not lengths:
         return attention_backward(*given, **more)
     *ends, seqused_q, seqused_k = lengths

@@ -145,7 +145,7 @@ def is_torch_drawn(test: str) -> bool:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("fa2", "flash_attention", "tests/test_flash_attn.py", 2000, fa2, ("flash_attn",), workers=9),
+        Suite("fa2", "flash_attention", "tests/test_flash_attn.py", 2000, fa2, ("flash_attn",), workers=11),
         Suite(
             "fa3",
             "flash_attention",
