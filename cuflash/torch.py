@@ -7,6 +7,9 @@ dispatch modes see. An operator costs more than a launch, so it is called only w
 
 from __future__ import annotations
 
+import functools
+import sys
+
 try:
     import torch
 except ModuleNotFoundError as error:
@@ -203,8 +206,8 @@ def _attend(tensors: tuple, options: dict, deterministic, return_lse):
         operator = torch.ops.cuflash.attention if len(tensors) == 3 else torch.ops.cuflash.attention_varlen
         out, lse = operator(*tensors, *_flat(options), deterministic)
     else:
-        function = _TransformedAttention if is_transformed else _Attention
-        out, lse = function.apply(options, deterministic, *tensors)
+        apply = functools.partial(_transformed, _TransformedAttention.apply) if is_transformed else _Attention.apply
+        out, lse = apply(options, deterministic, *tensors)
     return (out, lse) if return_lse else out
 
 
@@ -212,6 +215,17 @@ def _attend(tensors: tuple, options: dict, deterministic, return_lse):
 def _attend_uncompiled_under_torch_func(*args):
     """As _attend, between two compiled graphs: what torch.func differentiates in compiled code can be no operator."""
     return _attend(*args)
+
+
+@torch._disable_dynamo
+def _uncompiled(function, *args):
+    return function(*args)
+
+
+def _transformed(function, *args):
+    """function(*args) under torch.func. Where the compiler gives up a frame of that, it goes on to trace what is called there, down
+    to the launch."""
+    return _uncompiled(function, *args) if "torch._dynamo" in sys.modules else function(*args)
 
 
 def _is_plain(tensors: tuple) -> bool:
@@ -355,13 +369,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return _uncompiled(_Attention.backward, ctx, dout, dlse)
         out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return (None,) * (2 + len(tensors))
             dout = torch.zeros_like(out)
         given = dout, dlse, out, lse
-        if torch.is_grad_enabled() or _is_transformed():
+        if _is_transformed():
+            gradients = _transformed(_Gradients.apply, ctx.options, ctx.deterministic, *given, *tensors)
+        elif torch.is_grad_enabled():
             gradients = _Gradients.apply(ctx.options, ctx.deterministic, *given, *tensors)
         elif _is_plain((*given, *tensors)):
             gradients = _backward(*given, tensors, ctx.options, ctx.deterministic)

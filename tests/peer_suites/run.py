@@ -99,6 +99,7 @@ def summary(name: str, folder: Path, started: float, limit: int, ending: str) ->
         "skipped": reasons("skipped"),
         "left_out": reasons("left_out"),
         "left_out_by_name": {key.removeprefix("left out: "): number for key, number in counts.items()},
+        "without_memory_at_first": sum("tried_again" in one for one in cases.values()),
         "seconds": round(time.time() - started, 1),
         "seconds_to_first_case": round(min((one["began"] for one in cases.values()), default=time.time()) - started, 1),
         "seconds_of_cases": round(sum(one["seconds"] for one in cases.values()), 1),
