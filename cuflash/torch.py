@@ -48,7 +48,8 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         out, with ``return_lse`` (out, lse), as `cuflash.attention`.
 
     Works under torch.compile, torch.func, activation checkpointing and CUDA graphs (once each of the forward and the backward has
-    been called before). There are no second derivatives and no forward-mode ones.
+    been called before). There are no second derivatives and no forward-mode ones. What torch.func differentiates inside of
+    compiled code (vmap alone does not) runs between two graphs, and not at all with fullgraph=True.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `cuflash.attention`; in compiled code when it runs.
@@ -223,8 +224,8 @@ def _uncompiled(function, *args):
 
 
 def _transformed(function, *args):
-    """function(*args) under torch.func. Where the compiler gives up a frame of that, it goes on to trace what is called there, down
-    to the launch."""
+    """function(*args) under torch.func. Where the compiler gives up a frame of that, it goes on to trace what is called there,
+    down to the launch."""
     return _uncompiled(function, *args) if "torch._dynamo" in sys.modules else function(*args)
 
 
