@@ -34,14 +34,16 @@ from .timing import shared_stream
 # from a full folder.
 TARGET_CALL_US, TARGET_DECODE_US, TARGET_FIRST_S, TARGET_WARM_MS = 25.0, 30.0, 5.0, 50.0
 
+CALLS_IN_A_ROW = 16
+ROW = f"cuflash.torch.attention, {CALLS_IN_A_ROW} in a row"
 # By how many microseconds a call may take longer than another.
 TARGETS_BESIDE_US = {
     "cuflash.torch.attention": ("attention, cupy", 5.0),
     "cuflash.torch.attention_varlen": ("attention_varlen, cupy", 5.0),
     "cuflash.torch.attention_with_kvcache": ("attention_with_kvcache, cupy", 5.0),
     "cuflash.torch.attention, compiled": ("cuflash.torch.attention", 0.0),
-    "a layer with cuflash.torch.attention, compiled": ("a layer with cuflash.torch.attention", 0.0),
-    "a layer with cuflash.torch.attention, compiled, CUDA graphs": ("a layer with cuflash.torch.attention", 0.0),
+    f"{ROW}, compiled": (ROW, 0.0),
+    f"{ROW}, compiled, CUDA graphs": (ROW, 0.0),
 }
 
 TINY = Case("overhead", "bfloat16", 1, 64, 64, 8, 8, 64, 64)
@@ -161,7 +163,7 @@ def subjects(torch) -> dict:
 
 
 def of_cuflash_torch(torch) -> dict:
-    """As subjects, of what models call: without gradients, recording them, and compiled, by itself and between projections."""
+    """As subjects, of what models call: without gradients, recording them, and compiled, one call and several in a row."""
     import cuflash.torch as flash
 
     def plain(function, case, wants_grad=False):
@@ -180,19 +182,16 @@ def of_cuflash_torch(torch) -> dict:
         arrays = make_arrays(TINY_DECODE, "torch")
         return lambda: flash.attention_with_kvcache(arrays.q, arrays.k, arrays.v, **arrays.given)
 
-    def layer(**options):
-        q = make_arrays(TINY, "torch").q
-        batch, seqlen, heads, head_dim = q.shape
-        x = torch.randn(batch, seqlen, heads * head_dim, dtype=q.dtype, device=q.device)
-        to_qkv = torch.randn(x.shape[-1], 3 * x.shape[-1], dtype=q.dtype, device=q.device)
-        to_out = torch.randn(x.shape[-1], x.shape[-1], dtype=q.dtype, device=q.device)
+    def row(**options):
+        arrays = make_arrays(TINY, "torch")
 
-        def run(x):
-            q, k, v = (x @ to_qkv).view(batch, seqlen, 3, heads, head_dim).unbind(2)
-            return torch.nn.functional.gelu(flash.attention(q, k, v).flatten(2) @ to_out)
+        def run(q, k, v):
+            for _ in range(CALLS_IN_A_ROW):
+                q = flash.attention(q, k, v)
+            return q
 
         run = torch.compile(run, fullgraph=True, **options) if options else run
-        return lambda: run(x)
+        return lambda: run(arrays.q, arrays.k, arrays.v)
 
     compiled = torch.compile(flash.attention, fullgraph=True)
     return {
@@ -202,9 +201,9 @@ def of_cuflash_torch(torch) -> dict:
         "cuflash.torch.attention, recorded": lambda: plain(flash.attention, TINY, wants_grad=True),
         "cuflash.torch.attention, forward and backward": step,
         "cuflash.torch.attention, compiled": lambda: plain(compiled, TINY),
-        "a layer with cuflash.torch.attention": layer,
-        "a layer with cuflash.torch.attention, compiled": lambda: layer(mode="default"),
-        "a layer with cuflash.torch.attention, compiled, CUDA graphs": lambda: layer(mode="reduce-overhead"),
+        ROW: row,
+        f"{ROW}, compiled": lambda: row(mode="default"),
+        f"{ROW}, compiled, CUDA graphs": lambda: row(mode="reduce-overhead"),
     }
 
 

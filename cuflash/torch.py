@@ -476,8 +476,8 @@ def _call_backward(dout, dlse, out, lse, tensors, flat, deterministic) -> tuple:
 
 
 def _run_forward(*args):
-    tensors, options, _ = _split(args)
-    return _forward(tensors, options)
+    *tensors, causal, left, right, softmax_scale, softcap, _ = args
+    return _forward(tensors, _named(causal, left, right, softmax_scale, softcap))
 
 
 def _run_backward(dout, dlse, out, lse, *args):
@@ -564,6 +564,40 @@ def _vmap_merge(info, in_dims, outs, lses):
     return tuple(_unfold_dense(info.batch_size, x, has_batch) for x in results), (0, 0)
 
 
+_kernels = torch.library.Library("cuflash", "IMPL")
+
+
+def _shorten(name: str, num_tensors: int, run, setup_context, differentiate) -> None:
+    """Give a custom operator a kernel for autograd by which plain tensors go straight to ``run``: what torch.library puts between
+    the two takes longer than the call."""
+    overload = getattr(torch.ops.cuflash, name).default
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            with torch._C._AutoDispatchBelowAutograd():
+                results = overload(*args)
+            setup_context(ctx, args, results)
+            return results
+
+        backward = staticmethod(differentiate)
+
+    Recorded.__name__ = f"cuflash_{name}"
+
+    any_requires_grad, kinds = torch._C._any_requires_grad, {_TENSOR, _PARAMETER, type(None)}
+
+    def autograd(*args):
+        if torch.is_grad_enabled() and any_requires_grad(*args):
+            return Recorded.apply(*args)
+        if kinds.issuperset(map(type, args[:num_tensors])) and not _is_watched() and not _is_transformed():
+            return run(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _kernels.impl(name, autograd, key)
+
+
 def _define() -> None:
     forward_results, backward_results = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
     statistics = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
@@ -578,6 +612,8 @@ def _define() -> None:
         backward.register_fake(_fake_backward)
         backward.register_autograd(_refuse_second_derivative)
         backward.register_vmap(_vmap_backward_operator)
+        _shorten(name, tensors.count("Tensor"), _run_forward, _setup_context, _differentiate)
+        _shorten(f"{name}_backward", 4 + tensors.count("Tensor"), _run_backward, lambda *_: None, _refuse_second_derivative)
     # Two of a cache: one that writes nothing must not pass for one that does.
     plain, written = ("Tensor k_cache", "Tensor v_cache"), ("Tensor(a!) k_cache", "Tensor(b!) v_cache")
     for name, caches, mutated in (("", plain, ()), ("_append", written, ("k_cache", "v_cache"))):

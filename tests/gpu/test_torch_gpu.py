@@ -375,7 +375,9 @@ def test_rows_that_are_not_contiguous():
     for inputs_, pulled in ((leaves, strided), (negative, torch._neg_view(-dout))):
         out, lse = flash.attention(*inputs_, causal=True, return_lse=True, deterministic=True)
         equal((out, lse, *torch.autograd.grad(out, inputs_, pulled)), expected)
-        compiled = torch.compile(flash.attention, backend=compiler(), fullgraph=True)
+        # PyTorch's own code generator takes the negated values for the values.
+        backend = "aot_eager" if inputs_ is negative else compiler()
+        compiled = torch.compile(flash.attention, backend=backend, fullgraph=True)
         equal([compiled(*(x.detach() for x in inputs_), causal=True)], expected[:1])
     tensors, new = caches()
     copies, options = [x.clone() for x in tensors], {"return_lse": True, "cache_seqlens": new["cache_seqlens"]}
