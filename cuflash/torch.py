@@ -584,12 +584,13 @@ def _shorten(name: str, num_tensors: int, run, setup_context, differentiate) -> 
 
     Recorded.__name__ = f"cuflash_{name}"
 
-    any_requires_grad, kinds = torch._C._any_requires_grad, {_TENSOR, _PARAMETER, type(None)}
+    kinds = {_TENSOR, _PARAMETER, type(None)}
 
     def autograd(*args):
-        if torch.is_grad_enabled() and any_requires_grad(*args):
+        tensors = args[:num_tensors]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
             return Recorded.apply(*args)
-        if kinds.issuperset(map(type, args[:num_tensors])) and not _is_watched() and not _is_transformed():
+        if kinds.issuperset(map(type, tensors)) and not _is_watched() and not _is_transformed():
             return run(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
