@@ -144,6 +144,12 @@ def subjects(torch) -> dict:
         function = torch.nn.functional.scaled_dot_product_attention
         return lambda: function(q, k, v)
 
+    def sdpa_step():
+        arrays = make_arrays(TINY, "torch")
+        leaves = [x.transpose(1, 2).requires_grad_() for x in (arrays.q, arrays.k, arrays.v)]
+        dout = torch.randn_like(leaves[0])
+        return lambda: torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*leaves), leaves, dout)
+
     def torch_empty():
         q = make_arrays(TINY, "torch").q
         shape, dtype, device = q.shape, q.dtype, q.device
@@ -152,6 +158,7 @@ def subjects(torch) -> dict:
     found |= of_cuflash_torch(torch)
     return found | {
         "torch SDPA flash": sdpa,
+        "torch SDPA, forward and backward": sdpa_step,
         "torch flash backward, operator": lambda: contender("sdpa_flash", TINY, "torch", backward=True),
         "torch flash varlen, operator": lambda: contender("sdpa_flash", TINY_PACKED, "torch"),
         "torch.empty": torch_empty,
