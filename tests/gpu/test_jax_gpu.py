@@ -193,38 +193,6 @@ def test_vmap_and_shard_map():
     np.testing.assert_allclose(np.asarray(dq, np.float32), np.asarray(wanted[0], np.float32), atol=0.02)
 
 
-def test_a_second_gpu():
-    """Arrays on either GPU, and shared out between the two by batch and by heads, which moves nothing."""
-    gpus = jax.devices("gpu")
-    if len(gpus) < 2:
-        pytest.skip("needs two GPUs")
-    host = inputs("bfloat16", batch=4)
-
-    def both(q, k, v):
-        out, lse = flash.attention(q, k, v, causal=True, return_lse=True)
-        return out, lse
-
-    def step(q, k, v):
-        return jax.grad(lambda *x: flash.attention(*x, causal=True, deterministic=True).astype(jnp.float32).sum(), (0, 1, 2))(
-            q, k, v
-        )
-
-    expected, wanted = both(*on_gpu(*host)), step(*on_gpu(*host))
-    leaves = [jax.device_put(x, gpus[1]) for x in host]
-    for found in (both(*leaves), jax.jit(both)(*leaves), jax.jit(step)(*leaves)):
-        assert all(x.devices() == {gpus[1]} for x in found)
-        equal(found, expected if len(found) == 2 else wanted)
-    mesh = jax.make_mesh((2,), ("x",), devices=gpus[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    for spec in (P("x"), P(None, None, "x")):
-        shared = [jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in host]
-        program = jax.jit(both).lower(*shared).compile()
-        assert not any(word in program.as_text() for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
-        out, lse = program(*shared)
-        assert out.sharding.is_equivalent_to(shared[0].sharding, 4)
-        equal((out, lse), expected)
-        equal(jax.jit(step)(*shared), wanted)
-
-
 def chain(q, k, v):
     """Calls in a row, as XLA records them into a CUDA graph."""
     for i in range(6):
