@@ -217,12 +217,16 @@ class TorchDoor(_Door):
             raise ValueError(f"tensors must be on the CPU or a CUDA device; got one on {device}")
         if x.layout is not sys.modules["torch"].strided:
             raise TypeError(f"tensors must be dense (torch.strided); got layout {x.layout}")
+        if x.is_neg():          # as the imaginary part of a conjugate is: the memory holds the values negated
+            raise ValueError("tensors must hold their own values; got one with the negative bit (is_neg()): pass x.resolve_neg()")
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
         return _view(x.shape, x.stride(), str(x.dtype).removeprefix("torch."), name, x.data_ptr(), "torch")
 
     def key(self, q, k, v, out):
         kind = type(q)
         if type(k) is not kind or type(v) is not kind or out is not None and type(out) is not kind:
+            return None, ()
+        if q.is_neg() or k.is_neg() or v.is_neg():
             return None, ()
         if self._grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return None, ()
@@ -231,7 +235,7 @@ class TorchDoor(_Door):
             key = (kind, q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
                    v.shape, v.stride(), v.dtype, v.device, (q_pointer | k_pointer | v_pointer) & 15)
             if out is not None:
-                if out.requires_grad and self._grad_enabled():
+                if out.requires_grad and self._grad_enabled() or out.is_neg():
                     return None, ()
                 key += (out.shape, out.stride(), out.dtype, out.device, out.data_ptr() & 15)
         except (RuntimeError, TypeError):       # a tensor without memory or strides, which view() names
@@ -247,7 +251,7 @@ class TorchDoor(_Door):
                     key.append(None)
                     pointers.append(0)
                     continue
-                if type(x) is not kind or grad_enabled and x.requires_grad:
+                if type(x) is not kind or grad_enabled and x.requires_grad or x.is_neg():
                     return None, ()
                 pointer = x.data_ptr()
                 key += x.shape, x.stride(), x.dtype, x.device, pointer & 15

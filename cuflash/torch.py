@@ -7,6 +7,9 @@ dispatch modes see. An operator costs more than a launch, so it is called only w
 
 from __future__ import annotations
 
+import functools
+import sys
+
 try:
     import torch
 except ModuleNotFoundError as error:
@@ -45,7 +48,8 @@ def attention(q, k, v, *, causal=False, window=None, softmax_scale=None, softcap
         out, with ``return_lse`` (out, lse), as `cuflash.attention`.
 
     Works under torch.compile, torch.func, activation checkpointing and CUDA graphs (once each of the forward and the backward has
-    been called before). There are no second derivatives and no forward-mode ones.
+    been called before). There are no second derivatives and no forward-mode ones. What torch.func differentiates inside of
+    compiled code (vmap alone does not) runs between two graphs, and not at all with fullgraph=True.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `cuflash.attention`; in compiled code when it runs.
@@ -141,7 +145,7 @@ def merge_attention(outs, lses):
         As `attention`.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.cuflash.merge_attention(outs, lses)
+        return _merge_unfused(outs, lses) if _is_differentiated() else torch.ops.cuflash.merge_attention(outs, lses)
     problem.check_parts(outs, lses)
     tensors = (*outs, *lses)
     if not _is_plain(tensors):
@@ -162,7 +166,8 @@ def _is_simple(q, k, v) -> bool:
         return False
     try:
         return (type(q) is type(k) is type(v) is _TENSOR and not (q.requires_grad or k.requires_grad or v.requires_grad)
-                and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not torch._C._is_any_autocast_enabled()
+                and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not (q.is_neg() or k.is_neg() or v.is_neg())
+                and not torch._C._is_any_autocast_enabled()
                 and not _is_watched() and not _is_transformed())
     except (IndexError, RuntimeError):      # no axes, or no strides
         return False
@@ -189,6 +194,8 @@ def _casts(q) -> bool:
 def _attend(tensors: tuple, options: dict, deterministic, return_lse):
     """``tensors``: q, k and v, and of a packed batch the four of its lengths, which tells the two apart."""
     compiling = torch.compiler.is_compiling()
+    if compiling and _is_differentiated():
+        return _attend_uncompiled_under_torch_func(tensors, options, deterministic, return_lse)
     if deterministic is not False and not compiling:
         problem.check_flag("deterministic", deterministic)
     is_plain = not compiling and _is_plain(tensors)
@@ -200,9 +207,26 @@ def _attend(tensors: tuple, options: dict, deterministic, return_lse):
         operator = torch.ops.cuflash.attention if len(tensors) == 3 else torch.ops.cuflash.attention_varlen
         out, lse = operator(*tensors, *_flat(options), deterministic)
     else:
-        function = _TransformedAttention if is_transformed else _Attention
-        out, lse = function.apply(options, deterministic, *tensors)
+        apply = functools.partial(_transformed, _TransformedAttention.apply) if is_transformed else _Attention.apply
+        out, lse = apply(options, deterministic, *tensors)
     return (out, lse) if return_lse else out
+
+
+@torch._disable_dynamo
+def _attend_uncompiled_under_torch_func(*args):
+    """As _attend, between two compiled graphs: what torch.func differentiates in compiled code can be no operator."""
+    return _attend(*args)
+
+
+@torch._disable_dynamo
+def _uncompiled(function, *args):
+    return function(*args)
+
+
+def _transformed(function, *args):
+    """function(*args) under torch.func. Where the compiler gives up a frame of that, it goes on to trace what is called there,
+    down to the launch."""
+    return _uncompiled(function, *args) if "torch._dynamo" in sys.modules else function(*args)
 
 
 def _is_plain(tensors: tuple) -> bool:
@@ -234,6 +258,17 @@ def _is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or _forward_ad._current_level >= 0
 
 
+def _is_differentiated() -> bool:
+    """Whether torch.func is at work with more than vmap. While code is compiled it says how things stand in the trace."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    vmap = torch._C._functorch.TransformType.Vmap
+    return any(level.key() != vmap for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+_is_differentiated._dynamo_marked_constant = True       # as torch.compiler.assume_constant_result, which imports the compiler
+
+
 def _flat(options: dict) -> tuple:
     """The options as an operator takes them: -1 is a window without bound."""
     window = options["window"]
@@ -249,8 +284,9 @@ def _named(causal, window_left, window_right, softmax_scale, softcap) -> dict:
 # --------------------------------------------------------------------------------------------------------- what is computed
 
 def _rows(x):
-    """x, or a copy whose last axis is contiguous."""
+    """x, or a copy whose last axis is contiguous and whose memory holds its values, not the negated ones."""
     try:
+        x = x.resolve_neg()
         return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
     except (AttributeError, TypeError, IndexError, RuntimeError):
         return x                # no dense tensor with axes: the function of the package says so
@@ -259,7 +295,7 @@ def _rows(x):
 def _forward(tensors: tuple, options: dict, return_lse=True):
     q, k, v, *lengths = tensors
     try:
-        are_rows = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        are_rows = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 and not (q.is_neg() or k.is_neg() or v.is_neg())
     except (AttributeError, IndexError, RuntimeError):
         are_rows = False
     if not are_rows:
@@ -273,7 +309,7 @@ def _forward(tensors: tuple, options: dict, return_lse=True):
 def _backward(dout, dlse, out, lse, tensors: tuple, options: dict, deterministic) -> tuple:
     q, k, v, *lengths = tensors
     given = (_rows(dout), _rows(q), _rows(k), _rows(v), out.contiguous(), lse.contiguous())
-    more = {"dlse": None if dlse is None else dlse.contiguous(), "deterministic": deterministic, **options}
+    more = {"dlse": None if dlse is None else dlse.contiguous().resolve_neg(), "deterministic": deterministic, **options}
     if not lengths:
         return attention_backward(*given, **more)
     *ends, seqused_q, seqused_k = lengths
@@ -334,13 +370,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+            return _uncompiled(_Attention.backward, ctx, dout, dlse)
         out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             if dlse is None:
                 return (None,) * (2 + len(tensors))
             dout = torch.zeros_like(out)
         given = dout, dlse, out, lse
-        if torch.is_grad_enabled() or _is_transformed():
+        if _is_transformed():
+            gradients = _transformed(_Gradients.apply, ctx.options, ctx.deterministic, *given, *tensors)
+        elif torch.is_grad_enabled():
             gradients = _Gradients.apply(ctx.options, ctx.deterministic, *given, *tensors)
         elif _is_plain((*given, *tensors)):
             gradients = _backward(*given, tensors, ctx.options, ctx.deterministic)
@@ -436,8 +476,8 @@ def _call_backward(dout, dlse, out, lse, tensors, flat, deterministic) -> tuple:
 
 
 def _run_forward(*args):
-    tensors, options, _ = _split(args)
-    return _forward(tensors, options)
+    *tensors, causal, left, right, softmax_scale, softcap, _ = args
+    return _forward(tensors, _named(causal, left, right, softmax_scale, softcap))
 
 
 def _run_backward(dout, dlse, out, lse, *args):
@@ -524,6 +564,41 @@ def _vmap_merge(info, in_dims, outs, lses):
     return tuple(_unfold_dense(info.batch_size, x, has_batch) for x in results), (0, 0)
 
 
+_kernels = torch.library.Library("cuflash", "IMPL")
+
+
+def _shorten(name: str, num_tensors: int, run, setup_context, differentiate) -> None:
+    """Give a custom operator a kernel for autograd by which plain tensors go straight to ``run``: what torch.library puts between
+    the two takes longer than the call."""
+    overload = getattr(torch.ops.cuflash, name).default
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            with torch._C._AutoDispatchBelowAutograd():
+                results = overload(*args)
+            setup_context(ctx, args, results)
+            return results
+
+        backward = staticmethod(differentiate)
+
+    Recorded.__name__ = f"cuflash_{name}"
+
+    kinds = {_TENSOR, _PARAMETER, type(None)}
+
+    def autograd(*args):
+        tensors = args[:num_tensors]
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            return Recorded.apply(*args)
+        if kinds.issuperset(map(type, tensors)) and not _is_watched() and not _is_transformed():
+            return run(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args)
+
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        _kernels.impl(name, autograd, key)
+
+
 def _define() -> None:
     forward_results, backward_results = "(Tensor, Tensor)", "(Tensor, Tensor, Tensor)"
     statistics = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse, "
@@ -538,6 +613,8 @@ def _define() -> None:
         backward.register_fake(_fake_backward)
         backward.register_autograd(_refuse_second_derivative)
         backward.register_vmap(_vmap_backward_operator)
+        _shorten(name, tensors.count("Tensor"), _run_forward, _setup_context, _differentiate)
+        _shorten(f"{name}_backward", 4 + tensors.count("Tensor"), _run_backward, lambda *_: None, _refuse_second_derivative)
     # Two of a cache: one that writes nothing must not pass for one that does.
     plain, written = ("Tensor k_cache", "Tensor v_cache"), ("Tensor(a!) k_cache", "Tensor(b!) v_cache")
     for name, caches, mutated in (("", plain, ()), ("_append", written, ("k_cache", "v_cache"))):

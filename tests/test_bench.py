@@ -1680,6 +1680,11 @@ def test_lines_of_overhead():
     assert "asked" not in overhead._line("attention_backward, cupy", figures)
     assert "ok: at most 30 asked" in overhead._line("attention_with_kvcache, torch, out=, workspace=", figures)
     assert "FAILED: why" in overhead._line("attention, cupy", {"failed": "why"})
+    name, beside = "cuflash.torch.attention", {"attention, cupy": {"median_us": 24.0}}
+    assert "asked" not in overhead._line(name, figures, {})
+    assert "OVER: at most 29.00 asked, that of attention, cupy + 5" in overhead._line(name, figures, beside)
+    beside = {name: {"median_us": 30.0}}
+    assert "ok: at most 30.00 asked" in overhead._line(f"{name}, compiled", figures, beside)
     call = {"call_s": 0.04, "host_s": 0.0, "compiles": 0}
     entry = {
         "dtype": "float32",
@@ -1726,6 +1731,30 @@ def test_the_host_cost_of_decoding_without_an_allocation(numpy_as_cupy, monkeypa
     call = overhead.subjects(None)["attention_with_kvcache, cupy, out=, workspace="]()
     call()
     assert seen[0]["out"].shape == (4, 1, 8, 64) and seen[0]["workspace"].nbytes == 48 and "cache_seqlens" in seen[0]
+
+
+def test_the_host_cost_of_the_functions_for_torch(monkeypatch):
+    torch = pytest.importorskip("torch", reason="no PyTorch")
+    pytest.importorskip("cuflash.torch", reason="PyTorch is too old")
+
+    def on_cpu(x):
+        return torch.from_numpy(np.asarray(x, x.dtype if x.dtype.kind == "i" else np.float32).copy())
+
+    def make(case, framework):
+        arrays = cases.make_arrays(case, "numpy")
+        changes = {name: x if x is None else on_cpu(x) for name, x in vars(arrays).items() if isinstance(x, np.ndarray)}
+        if hasattr(arrays, "given"):
+            changes["given"] = {name: on_cpu(x) if hasattr(x, "dtype") else x for name, x in arrays.given.items()}
+        return types.SimpleNamespace(**{**vars(arrays), **changes})
+
+    monkeypatch.setattr(overhead, "make_arrays", make)
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode=None, **options: compiler(function, backend="aot_eager"))
+    subjects = overhead.of_cuflash_torch(torch)
+    assert {*overhead.TARGETS_BESIDE_US} <= {*subjects}
+    for name, prepare in subjects.items():
+        result = prepare()()
+        assert result is not None and (getattr(result, "requires_grad", False) == name.endswith("recorded"))
 
 
 def test_a_child_that_fails_gives_its_reason(monkeypatch, tmp_path):

@@ -140,6 +140,17 @@ def test_a_record_of_a_suite(checkout, tmp_path):
     assert set(failed) == {"test_wrong[16]", "test_not_ours"} and "so it is" in failed["test_wrong[16]"]
 
 
+def test_a_case_without_memory_is_tried_again(checkout, tmp_path):
+    path = tmp_path / "record.json"
+    more = "tries = []\ndef test_needs_memory():\n    tries.append(0)\n"
+    more += "    if len(tries) < 2:\n        raise RuntimeError('Out of memory')\n"
+    (checkout / "tests" / "test_flash_attn.py").write_text(more)
+    done = invoke("--flash-attention", checkout, "--suite", "fa2", "--workers", 1, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    suite = json.loads(path.read_text())["suites"]["fa2"]
+    assert (suite["run"], suite["passed"], suite["without_memory_at_first"]) == (1, 1, 1)
+
+
 def test_workers_share_the_cases_and_one_that_dies_is_seen(checkout, tmp_path):
     path = tmp_path / "record.json"
     more = "import os\ndef test_dies():\n    os.kill(os.getpid(), 9)\ndef test_hangs():\n    import time\n    time.sleep(60)\n"

@@ -149,6 +149,58 @@ def test_three_axes_and_any_strides():
         close(got, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_negative_bit_is_resolved(dtype):
+    """As the imaginary part of a conjugate has it: the memory holds the values negated."""
+    kind = getattr(torch, dtype)
+    plain = [x.to(kind).requires_grad_() for x in tensors("float32", grad=False)]
+    negative = [torch._neg_view(-x.detach()).requires_grad_() for x in plain]
+    assert all(x.is_neg() for x in negative)
+    expected = flash.attention(*plain, causal=True, return_lse=True)
+    got = flash.attention(*negative, causal=True, return_lse=True)
+    close(got, expected)
+    close(gradients(got, negative), gradients(expected, plain))
+    for place in range(3):
+        mixed = [x.detach() for x in plain]
+        mixed[place] = negative[place].detach()
+        close(flash.attention(*mixed, causal=True, return_lse=True), expected)
+        close([torch.compile(flash.attention, backend="aot_eager")(*mixed, causal=True)], expected[:1])
+    pulled = [torch.randn_like(x) for x in expected]
+    of_negative = torch.autograd.grad(flash.attention(*plain, return_lse=True), plain, [torch._neg_view(-x) for x in pulled])
+    close(of_negative, torch.autograd.grad(flash.attention(*plain, return_lse=True), plain, pulled))
+    x = torch.randn(2, 4, 3, 8, dtype=torch.complex64).conj().imag
+    close([flash.attention(x, x, x)], [flash.attention(*(x.resolve_neg(),) * 3)])
+    (q, k_cache, v_cache), given = caches(dtype=kind)
+    first, second = copied([q, k_cache, v_cache], given), copied([torch._neg_view(-q), k_cache, v_cache], given)
+    second[1]["k"] = torch._neg_view(-second[1]["k"])
+    close([flash.attention_with_kvcache(*second[0], **second[1])], [flash.attention_with_kvcache(*first[0], **first[1])])
+    close(second[0][1:], first[0][1:])
+
+
+def test_a_negative_bit_is_refused_where_nothing_is_copied():
+    q, k, v = (x.float() for x in tensors("float32", grad=False))
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    negative = torch._neg_view
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 10], [0, 7, 14])]
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    calls = {
+        "q": lambda: cuflash.attention(negative(q), k, v),
+        "v": lambda: cuflash.attention(q, k, negative(v)),
+        "out": lambda: cuflash.attention(q, k, v, out=negative(torch.empty_like(out))),
+        "packed": lambda: cuflash.attention_varlen(rows[0], negative(rows[1]), rows[2], *ends),
+        "dout": lambda: cuflash.attention_backward(negative(out), q, k, v, out, lse),
+        "dq": lambda: cuflash.attention_backward(out, q, k, v, out, lse, dq=negative(torch.empty_like(q))),
+        "part": lambda: cuflash.merge_attention([out, negative(out)], [lse, lse]),
+        "cache": lambda: flash.attention_with_kvcache(q[:, :1], negative(k), v),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=r"got one with the negative bit \(is_neg\(\)\): pass x.resolve_neg\(\)"):
+            call()
+            pytest.fail(name)
+    with pytest.raises(TypeError, match="got complex64"):
+        flash.attention(*(torch.randn(1, 2, 1, 4, dtype=torch.complex64).conj(),) * 3)
+
+
 def test_only_what_is_asked_for():
     q, k, v = tensors()
     k, v = k.detach(), v.detach()
@@ -593,6 +645,41 @@ def test_vmap_in_compiled_code():
     many = torch.stack([q, 2 * q])
     compiled = torch.compile(lambda x: torch.vmap(lambda y: flash.attention(y, k, v))(x), backend="aot_eager", fullgraph=True)
     close([compiled(many)], [torch.stack([flash.attention(x, k, v) for x in many])])
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_torch_func_in_compiled_code():
+    """Code that may be in parts computes as uncompiled code does; code that must be one graph is refused, by name."""
+    (q, k, v), (rows, ends, used) = tensors(grad=False), packed(grad=False)
+    many = torch.stack([q, 2 * q])
+
+    def loss(x):
+        return flash.attention(x, k, v, causal=True).square().sum()
+
+    def packed_loss(x):
+        return flash.attention_varlen(x, *rows[1:], *ends, **used).square().sum()
+
+    cases = {
+        "grad": (torch.func.grad(loss), q),
+        "vjp": (lambda x: torch.func.vjp(loss, x)[1](torch.ones((), dtype=x.dtype))[0], q),
+        "vmap of grad": (torch.vmap(torch.func.grad(loss)), many),
+        "grad of vmap": (torch.func.grad(lambda x: torch.vmap(loss)(x).sum()), many),
+        "packed": (torch.func.grad(packed_loss), rows[0]),
+    }
+    for name, (function, x) in cases.items():
+        torch._dynamo.reset()
+        close([torch.compile(function, backend="aot_eager")(x)], [function(x)])
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="_attend_uncompiled_under_torch_func"):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(x)
+            pytest.fail(name)
+    lse = torch.randn(2, 4, 5, dtype=q.dtype)
+
+    def merged(x):
+        return flash.merge_attention([x, q], [lse, lse + 1])[0].square().sum()
+
+    compiled = torch.compile(torch.func.grad(merged), backend="aot_eager", fullgraph=True)
+    close([compiled(q + 1)], [torch.func.grad(merged)(q + 1)])
 
 
 # ------------------------------------------------------------------------------------------------------------

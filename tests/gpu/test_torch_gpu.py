@@ -191,6 +191,18 @@ def test_compile(mode):
         equal(got, plain_gradients(dout, leaves, causal=True))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_torch_func_in_compiled_code():
+    """The part that torch.func differentiates runs uncompiled."""
+    q, k, v = (x.detach() for x in leaves_of("float32"))
+
+    def loss(x):
+        return flash.attention(x, k, v, causal=True).square().sum()
+
+    for function, x in ((torch.func.grad(loss), q), (torch.vmap(torch.func.grad(loss)), torch.stack([q, 2 * q]))):
+        torch.testing.assert_close(torch.compile(function, backend=compiler())(x), function(x), rtol=1e-4, atol=1e-4)
+
+
 def test_graph_of_forward_and_backward():
     leaves = leaves_of()
     dout = torch.randn_like(leaves[0])
@@ -351,6 +363,36 @@ def test_merged_parts():
     equal(compiled(list(outs), list(lses)), results)
 
 
+def test_rows_that_are_not_contiguous():
+    """And tensors whose memory holds the negated values: both are copied first."""
+    given = [x.detach() for x in leaves_of()]
+    leaves = [x.transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for x in given]
+    assert all(x.stride(-1) > 1 for x in leaves)
+    dout = torch.randn_like(given[0])
+    expected = plain_gradients(dout, given, causal=True)
+    strided = dout.transpose(-1, -2).contiguous().transpose(-1, -2)
+    negative = [torch._neg_view(-x).requires_grad_() for x in given]
+    for inputs_, pulled in ((leaves, strided), (negative, torch._neg_view(-dout))):
+        out, lse = flash.attention(*inputs_, causal=True, return_lse=True, deterministic=True)
+        equal((out, lse, *torch.autograd.grad(out, inputs_, pulled)), expected)
+        # PyTorch's own code generator takes the negated values for the values.
+        backend = "aot_eager" if inputs_ is negative else compiler()
+        compiled = torch.compile(flash.attention, backend=backend, fullgraph=True)
+        equal([compiled(*(x.detach() for x in inputs_), causal=True)], expected[:1])
+    tensors, new = caches()
+    copies, options = [x.clone() for x in tensors], {"return_lse": True, "cache_seqlens": new["cache_seqlens"]}
+    wanted = cuflash.attention_with_kvcache(*copies, k=new["k"], v=new["v"], **options)
+    q, k, v = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (tensors[0], new["k"], new["v"]))
+    equal(flash.attention_with_kvcache(q, *tensors[1:], k=k, v=v, **options), wanted)
+    equal(tensors[1:], copies[1:])
+    for call in (cuflash.attention, cuflash.attention_with_kvcache):
+        call(*given)  # a call of these shapes has been made
+        with pytest.raises(ValueError, match="the negative bit"):
+            call(given[0], torch._neg_view(given[1]), given[2])
+    with pytest.raises(ValueError, match="the negative bit"):
+        cuflash.attention(*given, out=torch._neg_view(torch.empty_like(given[0])))
+
+
 class Named(torch.Tensor):
     """A tensor by another name."""
 
@@ -421,6 +463,54 @@ def test_a_second_gpu():
         equal(found, results[0, 0])
     with pytest.raises(ValueError, match="q, k, v must be on one device; got cuda:1, cuda:0, cuda:1"):
         cuflash.attention(*(x.detach().to(f"cuda:{i}") for i, x in zip((1, 0, 1), leaves, strict=True)))
+
+
+def test_a_second_gpu_by_the_peers_names():
+    """FlashAttention's names, SDPA, and compiled code, on the GPU that is not the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    from cuflash.compat import flash_attn, flash_attn_interface
+
+    flash.register_sdpa()
+
+    def by_sdpa(q, k, v, causal):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
+        return out.transpose(1, 2)
+
+    host = inputs("bfloat16", seqlen_q=130, heads_k=4)
+    lengths = torch.tensor([3, 100], dtype=torch.int32)
+    compiled = torch.compile(lambda *x: flash.attention(*x, causal=True, deterministic=True), backend=compiler())
+    results = {}
+    torch.use_deterministic_algorithms(True)
+    torch.nn.attention.activate_flash_attention_impl("cuflash")
+    try:
+        for device, current in ((0, 0), (1, 0), (1, 1), (0, 1)):
+            with torch.cuda.device(current):
+                leaves = [to_torch(torch, x, f"cuda:{device}").requires_grad_() for x in host]
+                found = []
+                for call in (
+                    lambda *x: flash_attn.flash_attn_func(*x, causal=True),
+                    lambda *x: flash_attn_interface.flash_attn_func(*x, causal=True),
+                    lambda *x: by_sdpa(*x, causal=True),
+                    compiled,
+                ):
+                    out = call(*leaves)
+                    found += [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+                q, k, v = (x.detach() for x in leaves)
+                found.append(
+                    flash_attn.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths.to(f"cuda:{device}"), causal=True)
+                )
+                assert torch.cuda.current_device() == current
+            assert {x.device.index for x in found} == {device}
+            results[device, current] = [x.detach().cpu() for x in found]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.nn.attention.restore_flash_attention_impl()
+    for found in results.values():
+        equal(found, results[0, 0])
+    for place in range(4, 16):  # all four are one computation
+        assert torch.equal(results[0, 0][place], results[0, 0][place % 4])
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """A pytest plugin: collects a sample of a peer's suite, runs it on cuflash and writes what came of it.
 
 What to do is in the environment variable CUFLASH_PEER_SUITE, as JSON: suite (its name), count (of cases), report (a
-folder), seconds (what a case may take), capability (of the GPU), workers, cpu (whether "cuda" is taken for the CPU).
+folder), seconds (what a case may take), capability (of the GPU), workers, cpu (whether "cuda" is taken for the CPU), share
+(None, or of how many processes that run a suite this one is which).
 
 Collecting imports PyTorch, which takes longer than most cases: it is done once, and the processes that run the cases are forked
-from there. So nothing may touch the GPU until then.
+from there. So nothing may touch the GPU until then. A suite that does, as PyTorch's helpers do, is collected in each process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from . import suites
 
 SETTINGS = json.loads(os.environ["CUFLASH_PEER_SUITE"])
 SUITE = suites.SUITES[SETTINGS["suite"]]
-_RESERVED = 6 * 2**30  # bytes that a worker may keep between cases: others need memory too
+_RESERVED = 2 * 2**30  # bytes that a worker may keep between cases: others need memory too
+_TRIES = 6  # after the first, of a case for which there was no memory
 FOLDER = Path(SETTINGS["report"])
 _OURS = str(Path(cuflash.__file__).parent)
 
@@ -149,9 +151,12 @@ def pytest_runtestloop(session):
     report = session.config.cuflash_report
     if SETTINGS["workers"] > 1 and not SETTINGS["cpu"]:
         _check_that_forks_can_use_the_gpu()
-    (FOLDER / "counts.json").write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    number, of = SETTINGS["share"] or (0, 1)
+    path = FOLDER / f"counts-{number}.json"
+    path.write_text(json.dumps(counts | {"chosen": len(session.items)}))
+    path.replace(FOLDER / "counts.json")  # as the other shares write it
     if SETTINGS["workers"] == 1:
-        _run_cases(session.items, following, report, 0)
+        _run_cases(session.items[number::of], following, report, number)
         return True
     workers = {}
     for number in range(SETTINGS["workers"]):
@@ -214,10 +219,23 @@ def pytest_runtest_call(item):
         raise TookTooLong(f"more than {SETTINGS['seconds']} s")
 
     signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SETTINGS["seconds"])
-    faulthandler.dump_traceback_later(3 * SETTINGS["seconds"], exit=True)  # a kernel that hangs lets no signal through
+    tries = 0
     try:
-        return (yield)
+        while True:
+            signal.alarm(SETTINGS["seconds"])
+            # A kernel that hangs lets no signal through.
+            faulthandler.dump_traceback_later(3 * SETTINGS["seconds"], exit=True)
+            try:
+                return item.runtest() if tries else (yield)
+            except Exception as error:
+                tries += 1
+                if tries > _TRIES or "out of memory" not in str(error).lower():
+                    raise
+            # The other workers hold it, and each case ends soon.
+            signal.alarm(0)
+            item.config.cuflash_report.tried_again()
+            torch.cuda.empty_cache()
+            time.sleep(2 * tries)
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -256,6 +274,9 @@ class Report:
         self.case = item.nodeid.split("::", 1)[-1]
         self.cases[self.case] = {"outcome": "unfinished", "seconds": 0.0, "began": time.time()}
         self.write()  # the process may be ended from outside, or by what the case calls
+
+    def tried_again(self) -> None:
+        self.cases[self.case]["tried_again"] = self.cases[self.case].get("tried_again", 0) + 1
 
     def pytest_runtest_logreport(self, report):
         one = self.cases[self.case]

@@ -37,13 +37,15 @@ def run_suite(suite, checkout: Path, count: int, workers: int, seconds: int, lim
     """What came of the cases of one suite. ``capability`` None: on the CPU."""
     with tempfile.TemporaryDirectory(prefix="cuflash-peers-") as folder:
         on_cpu = capability is None
-        settings = {"suite": suite.name, "count": count, "report": folder, "seconds": seconds, "workers": workers, "cpu": on_cpu}
+        settings = {"suite": suite.name, "count": count, "report": folder, "seconds": seconds, "cpu": on_cpu}
+        settings |= {"workers": workers if suite.forks else 1, "share": None}
         settings["capability"] = [9, 0] if on_cpu else [int(part) for part in capability.split(".")]
+        # FlashAttention 3's suite imports helpers that lie beside it, its folder being a package; ours come first.
+        paths = [str(SHIMS), str(ROOT), os.environ.get("PYTHONPATH"), str(suite.file(checkout).resolve().parent)]
         environment = os.environ | suite.environment
         environment |= {
-            "CUFLASH_PEER_SUITE": json.dumps(settings),
             "CUFLASH_PEER_CHECKOUT": str(checkout.resolve()),
-            "PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # whether there is a GPU is found out without using it
             "OMP_NUM_THREADS": "1",  # there is a process a core
         }
@@ -54,14 +56,24 @@ def run_suite(suite, checkout: Path, count: int, workers: int, seconds: int, lim
             *("--rootdir", str(suite.file(checkout).parent), str(suite.file(checkout))),
         ]
         started = time.time()
-        printed, code = _run(command, environment, limit)
-        return summary(Path(folder), started, limit, f"pytest ended with {code}: {printed[-3000:]}")
+        shares = [None] if suite.forks else [[number, workers] for number in range(workers)]
+
+        def run(share):
+            one = environment | {"CUFLASH_PEER_SUITE": json.dumps(settings | {"share": share})}
+            printed, code = _run(command, one, limit)
+            if share and code not in (0, 1, None):
+                (Path(folder) / f"died-{share[0]}.json").write_text(json.dumps({"code": code}))
+            return f"pytest ended with {code}: {printed[-3000:]}"
+
+        with concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
+            endings = list(pool.map(run, shares))
+        return summary(suite.name, Path(folder), started, limit, endings[0])
 
 
-def summary(folder: Path, started: float, limit: int, ending: str) -> dict:
+def summary(name: str, folder: Path, started: float, limit: int, ending: str) -> dict:
     """What the processes of a run have left in their folder."""
     if not (folder / "counts.json").exists():
-        raise click.ClickException(f"no case was found: {ending}")
+        raise click.ClickException(f"{name}: no case was found: {ending}")
     counts = json.loads((folder / "counts.json").read_text())
     total, chosen = counts.pop("cases", 0), counts.pop("chosen")
     cases = {}
@@ -70,10 +82,9 @@ def summary(folder: Path, started: float, limit: int, ending: str) -> dict:
     died = len(list(folder.glob("died-*.json")))
     failed = [{"case": name, "error": one["why"]} for name, one in cases.items() if one["outcome"] == "failed"]
     unfinished = [name for name, one in cases.items() if one["outcome"] == "unfinished"]
-    if unfinished and died:
+    if died:
         failed += [{"case": name, "error": "the process died"} for name in unfinished]
-    elif len(cases) < chosen or unfinished:
-        rest = chosen - len(cases) + len(unfinished)
+    if rest := chosen - len(cases) + (0 if died else len(unfinished)):
         failed.append({"case": f"{rest} cases", "error": f"not run within {limit} s, or {ending}"})
 
     def reasons(outcome):
@@ -88,6 +99,7 @@ def summary(folder: Path, started: float, limit: int, ending: str) -> dict:
         "skipped": reasons("skipped"),
         "left_out": reasons("left_out"),
         "left_out_by_name": {key.removeprefix("left out: "): number for key, number in counts.items()},
+        "without_memory_at_first": sum("tried_again" in one for one in cases.values()),
         "seconds": round(time.time() - started, 1),
         "seconds_to_first_case": round(min((one["began"] for one in cases.values()), default=time.time()) - started, 1),
         "seconds_of_cases": round(sum(one["seconds"] for one in cases.values()), 1),
@@ -96,7 +108,7 @@ def summary(folder: Path, started: float, limit: int, ending: str) -> dict:
 
 
 def _run(command: list[str], environment: dict, limit: int) -> tuple[str, int]:
-    """(what it printed, its exit code). It and all that it started are ended after ``limit`` seconds."""
+    """(what it printed, its exit code). It and all that it started are ended after ``limit`` seconds: None as its code."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -104,7 +116,7 @@ def _run(command: list[str], environment: dict, limit: int) -> tuple[str, int]:
         printed, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        printed = f"{process.communicate()[0]}\nended after {limit} s"
+        return f"{process.communicate()[0]}\nended after {limit} s", None
     return printed, process.returncode
 
 
@@ -157,14 +169,22 @@ def main(flash_attention, torch, names, fraction, workers, seconds, limit, devic
         return suite.name, {"of": suite.path, "commit": version_of(checkout)} | one
 
     # Beside one another: each spends seconds on imports, and there is a kernel to compile for every other case.
+    without = None
     with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
-        for name, one in pool.map(outcome, wanted):
+        for future in [pool.submit(outcome, suite) for suite in wanted]:
+            try:
+                name, one = future.result()
+            except click.ClickException as error:  # what the others found is kept
+                without = error
+                continue
             result["suites"][name] = one
             click.echo(line_of(name, one))
             for failure in one["failed"]:
                 click.echo(f"  FAILED {failure['case']}: {failure['error']}")
-    if path:
+    if path and result["suites"]:
         record.write(path, result)
+    if without:
+        raise without
     raise SystemExit(1 if any(one["failed"] for one in result["suites"].values()) else 0)
 
 

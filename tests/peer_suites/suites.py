@@ -29,6 +29,7 @@ class Suite:
     sdpa: bool = False  # computed by cuflash as SDPA's flash backend
     whole: bool = False  # run as a whole, not sampled
     workers: int = 2
+    forks: bool = True  # collected once; otherwise by each of its workers, as it touches the GPU
 
     def file(self, checkout: Path) -> Path:
         return checkout if checkout.is_file() else checkout / self.path
@@ -144,7 +145,7 @@ def is_torch_drawn(test: str) -> bool:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("fa2", "flash_attention", "tests/test_flash_attn.py", 2000, fa2, ("flash_attn",), workers=9),
+        Suite("fa2", "flash_attention", "tests/test_flash_attn.py", 2000, fa2, ("flash_attn",), workers=11),
         Suite(
             "fa3",
             "flash_attention",
@@ -167,6 +168,7 @@ SUITES = {
             torch_flash,
             methods=is_torch_flash,
             sdpa=True,
+            forks=False,
         ),
     )
 }
