@@ -84,7 +84,7 @@ def _simt_pressure(words: int, rows: int, keys: int, cols: int) -> int:
 
 def _simt_smem(words: int, head_dim: int, head_dim_v: int, rows: int, keys: int, warps: int, group: int, chunk_k: int,
                chunk_v: int) -> int:
-    """Bytes of SharedStorage: Q, two buffers, P, and a number for each row of each warp."""
+    """Bytes of SharedStorage: Q, two buffers, P with the barriers of the buffers, a number for each row of each warp."""
     block_n, groups = group * 8 * keys, warps // group
     buffer = max(block_n * (chunk_k + 4 // words), chunk_v * head_dim_v)
     return 4 * words * (groups * 4 * rows * head_dim + 2 * buffer
@@ -122,21 +122,48 @@ def _simt_tile(words: int, head_dim: int, head_dim_v: int, smem_optin: int) -> _
     for rows, keys, warps, group in itertools.product((8, 6, 4, 3, 2), (8, 6, 4, 2), (4, 8, 2, 1), (1, 2, 4)):
         if warps % group or head_dim_v % (group * 8 * vec):
             continue
-        registers = _simt_pressure(words, rows, keys, head_dim_v // group // 8)
-        if registers > _SIMT_REGISTERS[words]:
+        if _simt_pressure(words, rows, keys, head_dim_v // group // 8) > _SIMT_REGISTERS[words]:
             continue
         for chunk_k, chunk_v in itertools.product((64, 32, 16, 8), (64, 32, 16, 8, 4)):
-            smem = _simt_smem(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
             # A row of a chunk of K is at most one element a thread.
-            if head_dim % chunk_k or group * 8 * keys % chunk_v or chunk_k > 32 * warps or smem > smem_optin:
+            if head_dim % chunk_k or group * 8 * keys % chunk_v or chunk_k > 32 * warps:
                 continue
-            blocks = min(8 // warps, (smem_optin + BLOCK_RESERVED_SMEM) // (smem + BLOCK_RESERVED_SMEM))
-            traffic, issue = _simt_speed(words, head_dim, head_dim_v, rows, keys, warps, group, chunk_k, chunk_v)
-            ends = _SIMT_ENDS / (_SIMT_ENDS + warps // group * 4 * rows + group * 8 * keys)
-            speed = (1 - 1 / (warps * blocks + 1)) * min(issue, 1 / traffic) * ends * (_SIMT_ALONE if blocks == 1 else 1)
-            if best is None or (round(speed, 3), -traffic) > (round(best.speed, 3), -best.traffic):
-                best = _SimtTile(rows, keys, warps, group, chunk_k, chunk_v, smem, blocks, registers, traffic, speed)
+            tile = _simt_made(words, head_dim, head_dim_v, smem_optin, rows, keys, warps, group, chunk_k, chunk_v)
+            if tile and (best is None or (round(tile.speed, 3), -tile.traffic) > (round(best.speed, 3), -best.traffic)):
+                best = tile
     return best
+
+
+def _simt_made(words: int, head_dim: int, head_dim_v: int, smem_optin: int, *sizes: int) -> _SimtTile | None:
+    """The tile of these ``sizes``: the first six numbers of _SimtTile. None if it does not fit."""
+    rows, keys, warps, group, _, _ = sizes
+    smem = _simt_smem(words, head_dim, head_dim_v, *sizes)
+    if smem > smem_optin:
+        return None
+    blocks = min(8 // warps, (smem_optin + BLOCK_RESERVED_SMEM) // (smem + BLOCK_RESERVED_SMEM))
+    traffic, issue = _simt_speed(words, head_dim, head_dim_v, *sizes)
+    ends = _SIMT_ENDS / (_SIMT_ENDS + warps // group * 4 * rows + group * 8 * keys)
+    speed = (1 - 1 / (warps * blocks + 1)) * min(issue, 1 / traffic) * ends * (_SIMT_ALONE if blocks == 1 else 1)
+    return _SimtTile(*sizes, smem, blocks, _simt_pressure(words, rows, keys, head_dim_v // group // 8), traffic, speed)
+
+
+# (rows, keys, warps, group, chunk_k, chunk_v) by dtype, head_dim and head_dim_v: a block of 8 warps alone on a multiprocessor
+# in place of two of 4. It copies half as much and meets at half as many chunks: docs/fwd_simt.md.
+_SIMT_LARGE_TILES = {("float32", 128, 128): (8, 8, 8, 2, 64, 64)}
+
+
+def _simt_tile_of(problem: Problem, device: Device) -> _SimtTile | None:
+    sizes = words, head_dim, head_dim_v = _simt_sizes(problem)
+    tile = _simt_tile(*sizes, device.smem_optin)
+    large = _SIMT_LARGE_TILES.get((problem.dtype, head_dim, head_dim_v))
+    if large is None or problem.varlen or (made := _simt_made(*sizes, device.smem_optin, *large)) is None:
+        return tile
+    few, many = (problem.batch_axis * problem.heads_q * -(-problem.seqlen_q // one.block_m) for one in (made, tile))
+    # Tiles fill the multiprocessors in rounds. A small one with a multiprocessor of its own takes less than a round; under a
+    # mask tiles take different times, and a few large ones do not end level.
+    if many <= device.num_sms or _is_masked(problem) and few < 4 * device.num_sms:
+        return tile
+    return made if -(-few // device.num_sms) <= -(-many // (device.num_sms * tile.blocks)) else tile
 
 
 def _simt_sizes(problem: Problem) -> tuple[int, int, int]:
@@ -153,7 +180,7 @@ def _refuse_simt(problem: Problem, device: Device) -> str | None:
 
 def _simt(problem: Problem, device: Device, refused) -> Config:
     words, head_dim, head_dim_v = _simt_sizes(problem)
-    tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
+    tile = _simt_tile_of(problem, device)
     vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
     out_vec = min(vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim_v),
                   4 // words * ITEMSIZE[problem.dtype])

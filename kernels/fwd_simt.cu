@@ -7,8 +7,9 @@
 // any head_dim. float16 and bfloat16 are float from shared memory on. Online softmax: FlashAttention-2 (Dao 2023, Algorithm
 // 1), whose max may lag: it moves, and O is rescaled, only when a logit exceeds it by 2^kMaxLag.
 //   Columns of K, then keys of V, come in chunks through two buffers, filled by all threads one chunk ahead:
-//     wait for chunk c; barrier (c has landed, c - 1 has been read); start copying c + 1; multiply by c.
-//   P goes through shared memory to all lanes of its group; the barrier of the first chunk of V lies in between.
+//     wait until chunk c has landed; once all warps have read c - 1, start copying c + 1; multiply by c.
+//   Each buffer has barriers of its own for that, so that the last warp never waits; where nothing can be copied
+//   asynchronously it is one barrier of the block. P goes through shared memory to all lanes of its group.
 // A lane holds kRows x kKeys of S and kRows x kCols of O: rows by lane bits 0 and 4, keys and columns by bits 1 to 3, so that
 // in every 16-byte read neighbouring lanes share an address, which halves the cost of the read. Q and P lie transposed: of
 // the operands that a lane reads at once neighbours then go to neighbouring registers, thus to both register banks.
@@ -20,8 +21,10 @@
 #include "attn/score.cuh"
 #include "attn/seqlen.cuh"
 #include "attn/tiles.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/ring.cuh"
 #include "tile/simt.cuh"
 
 constexpr int kHeadDim = HEAD_DIM;              // padded with zeros
@@ -51,6 +54,10 @@ constexpr int kRowVec = kRows % kVec == 0 ? kVec : kRows % 2 == 0 ? 2 : 1;     /
 constexpr int kPitchK = kChunkK + kVec;         // neighbouring keys begin in different bank groups
 constexpr int kPitchP = kGroupRows + 2 * kRowVec;       // lanes that write P side by side, neighbouring keys, do not collide
 constexpr int kBufferK = kBlockN * kPitchK, kBufferV = kChunkV * kHeadDimV;
+constexpr bool kRing = kHasCpAsync && sizeof(Element) == sizeof(R);     // copies are asynchronous: buffers have own barriers
+// Keys of V in one turn of a loop, which begins with a wait for reads. The warps of a block alone on a multiprocessor keep
+// step, so that the instruction cache holds longer turns.
+constexpr int kMaxTurnV = MIN_BLOCKS == 1 ? 4 * kVec : 2 * kVec, kTurnV = kChunkV < kMaxTurnV ? kChunkV : kMaxTurnV;
 constexpr float kMaxLag = 8;                    // P is at most 2^kMaxLag
 static_assert(kWarps % kGroup == 0, "whole groups");
 static_assert(kHeadDim % kChunkK == 0 && kBlockN % kChunkV == 0, "whole chunks");
@@ -68,6 +75,12 @@ struct alignas(16) SharedStorage {
   R sRows[kWarps][kGroupRows];                  // what a warp tells its group: maxima, at the end sums
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
+
+// Barriers of the buffer of chunk `n`, in the padding of P: it has landed; all warps have read it.
+DEV u32 full_barrier(SharedStorage& s, u32 n) { return shared_address(&s.sP[0][n & 1][kGroupRows]); }
+DEV u32 empty_barrier(SharedStorage& s, u32 n) { return shared_address(&s.sP[0][2 + (n & 1)][kGroupRows]); }
+static_assert(kBlockN >= 4 && (kPitchP - kGroupRows) * sizeof(R) >= 8 && kGroupRows * sizeof(R) % 8 == 0 &&
+              kPitchP * sizeof(R) % 8 == 0, "a place for each");
 
 // What a lane keeps of its rows from tile to tile.
 struct Rows {
@@ -111,7 +124,6 @@ DEV constexpr int row_turn(int n, int count, int line, int odd) {
 // hardware can and nothing is converted, else finished on return.
 template <int kCount, int kColumns, int kPitch>
 DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int cols) {
-  constexpr bool kAsync = kHasCpAsync && sizeof(Element) == sizeof(R);
   constexpr int kVecs = kColumns / kLoad, kRowsAtOnce = kThreads / kVecs, kBatch = 4;        // kBatch loads in flight
   static_assert(kRowsAtOnce > 0, "a row of a chunk is at most one load a thread");
   const int col = threadIdx.x % kVecs * kLoad, first = threadIdx.x / kVecs;
@@ -120,7 +132,7 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
   src += first * row_stride + col;
   dst += first * kPitch + col;
   rows -= first;
-  #pragma unroll (kAsync ? 8 : 1)
+  #pragma unroll (kRing ? 8 : 1)
   for (int at = 0; at < kCount; at += kBatch * kRowsAtOnce) {
     Vec<Element, kLoad> x[kBatch];
     #pragma unroll
@@ -128,20 +140,17 @@ DEV void load_rows(R* dst, const Element* src, i64 row_stride, int rows, int col
       const int step = at + i * kRowsAtOnce;
       const bool inside = step < rows;
       if (kCount % kRowsAtOnce == 0 ? step >= kCount : first + step >= kCount) continue;
-      if constexpr (kAsync) cp_async<VEC_BYTES>(shared_address(dst + step * kPitch), src, inside ? VEC_BYTES : 0);
+      if constexpr (kRing) cp_async<VEC_BYTES>(shared_address(dst + step * kPitch), src, inside ? VEC_BYTES : 0);
       else x[i] = inside ? *(const Vec<Element, kLoad>*)src : Vec<Element, kLoad>{};
     }
     #pragma unroll
-    for (int i = 0; !kAsync && i < kBatch; i++) {
+    for (int i = 0; !kRing && i < kBatch; i++) {
       const int step = at + i * kRowsAtOnce;
       if (kCount % kRowsAtOnce == 0 ? step >= kCount : first + step >= kCount) continue;
       store_converted<kLoad>(dst + step * kPitch, x[i]);
     }
   }
 }
-
-// Chunks alternate between the two buffers: those of K, then those of V, then those of the next tile.
-DEV int buffer_of(int tile, int chunk) { return (tile * kChunks + chunk) & 1; }
 
 // A lane takes a row: writes to shared memory are then neighbours.
 DEV void load_q(SharedStorage& s, const Head& seq, const FwdParams& p, int first_row) {
@@ -165,9 +174,10 @@ DEV void load_q(SharedStorage& s, const Head& seq, const FwdParams& p, int first
   }
 }
 
-// Starts copying a chunk.
-DEV void load_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk) {
-  R* dst = s.sKV[buffer_of(tile, chunk)];
+// Starts copying a chunk, number `n` of the block. Chunks alternate between the two buffers: those of K, then those of V, then
+// those of the next tile.
+DEV void load_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk, u32 n) {
+  R* dst = s.sKV[n & 1];
   if (chunk < kChunksK) {
     const int first = tile * kBlockN, col = chunk * kChunkK;
     load_rows<kBlockN, kChunkK, kPitchK>(dst, seq.gK() + first * p.k_strides.row + col, p.k_strides.row,
@@ -179,17 +189,26 @@ DEV void load_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int t
       load_rows<kChunkV, kCopyCols, kHeadDimV>(dst + col, seq.gV() + first * p.v_strides.row + col, p.v_strides.row,
                                                 seq.seqlen_k - first, p.head_dim_v - col);
   }
-  cp_async_commit();
+  if (kRing) ring_arrive_copied(full_barrier(s, n));
 }
 
-// Waits for chunk `chunk` of a tile and starts the one after it. Returns the buffer it is in.
-DEV const R* next_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk,
-                        int tile_end) {
-  cp_async_wait<0>();
-  __syncthreads();                              // the chunk has landed for all; all have read the one before
-  if (chunk + 1 < kChunks) load_chunk(s, seq, p, tile, chunk + 1);
-  else if (tile + 1 < tile_end) load_chunk(s, seq, p, tile + 1, 0);
-  return s.sKV[buffer_of(tile, chunk)];
+// Waits for chunk `n`, which is `chunk` of a tile, and starts the one after it. Returns the buffer it is in.
+DEV const R* next_chunk(SharedStorage& s, const Head& seq, const FwdParams& p, int tile, int chunk, int tile_end, u32 n) {
+  if (kRing) ring_wait(full_barrier(s, n), n >> 1 & 1);
+  else __syncthreads();                         // the chunk is there for all; all have read the one before
+  const bool is_last = chunk + 1 == kChunks;
+  if (!is_last || tile + 1 < tile_end) {
+    if (kRing && n > 0) ring_wait(empty_barrier(s, n - 1), (n - 1) >> 1 & 1);     // all have read chunk n - 1
+    load_chunk(s, seq, p, is_last ? tile + 1 : tile, is_last ? 0 : chunk + 1, n + 1);
+  }
+  return s.sKV[n & 1];
+}
+
+// This warp has read chunk `n`.
+DEV void leave_chunk(SharedStorage& s, u32 n) {
+  if (!kRing) return;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ring_arrive(empty_barrier(s, n));
 }
 
 // S += Q K^T over the columns of one chunk. All pointers are the lane's own.
@@ -213,8 +232,16 @@ DEV void multiply_qk(R (&rS)[kRows][kKeys], const R* sQ, const R* sK) {
   }
 }
 
-// Whether `x` holds for any lane of the warp or, as groups share rows, of the block: a barrier then.
-DEV bool any_warp(bool x) { return kGroup == 1 ? __any_sync(0xffffffff, x) : __syncthreads_or(x); }
+// The warps of a group share rows, and meet without the others of the block.
+DEV void group_sync(int group) {
+  if (kGroup > 1) barrier_sync(1 + group, kGroup * 32);
+  else __syncwarp();
+}
+
+// Whether `x` holds for any lane of the group: a barrier of it.
+DEV bool any_of_group(int group, bool x) {
+  return kGroup > 1 ? barrier_or(1 + group, kGroup * 32, x) : __any_sync(0xffffffff, x);
+}
 
 // Moves the max of all rows of a group to that of all logits so far. O and sum follow. `max`: of this lane's new logits.
 DEV void move_max(Rows& rows, R (&max)[kRows], SharedStorage& s, int warp) {
@@ -225,7 +252,7 @@ DEV void move_max(Rows& rows, R (&max)[kRows], SharedStorage& s, int warp) {
     for (int lane = 2; lane < 16; lane *= 2) max[i] = fmax(max[i], __shfl_xor_sync(0xffffffff, max[i], lane));
     if (kGroup > 1 && lane_n(threadIdx.x) == 0) s.sRows[warp][first + row_step(i)] = max[i];
   }
-  if (kGroup > 1) __syncthreads();
+  if (kGroup > 1) group_sync(group);
   #pragma unroll
   for (int i = 0; i < kRows; i++) {
     #pragma unroll
@@ -297,20 +324,24 @@ DEV void softmax(Rows& rows, R (&rS)[kRows][kKeys], R* sP, R exponent_scale, Vis
 
 // sum += P V over the keys of one chunk. All pointers are the lane's own.
 template <bool kPartial> DEV void multiply_pv(R (&sum)[kRows][kCols], const R* sP, const R* sV) {
-  #pragma unroll (2 * kVec)
-  for (int key = 0; key < kChunkV; key++) {
-    Vec<R, kVec> v[kCols / kVec];
-    R x[kRows];
+  // Two loops, as of one with `unroll` the compiler takes out the first turn: more code for the instruction cache.
+  #pragma unroll 1
+  for (int turn_key = 0; turn_key < kChunkV; turn_key += kTurnV) {
     #pragma unroll
-    for (int j = 0; j < kCols / kVec; j++) v[j] = *(const Vec<R, kVec>*)(sV + key * kHeadDimV + j * (kLanesN * kVec));
-    load_column(x, sP + key * kPitchP);
-    #pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      if (kPartial && x[i] < 0) continue;       // 0 * V would be NaN where V is NaN or Inf
+    for (int key = turn_key; key < turn_key + kTurnV; key++) {
+      Vec<R, kVec> v[kCols / kVec];
+      R x[kRows];
       #pragma unroll
-      for (int n = 0; n < kCols; n++) {
-        const int j = turn(n, kCols, i);
-        sum[i][j] = fma(x[i], v[j / kVec].x[j % kVec], sum[i][j]);
+      for (int j = 0; j < kCols / kVec; j++) v[j] = *(const Vec<R, kVec>*)(sV + key * kHeadDimV + j * (kLanesN * kVec));
+      load_column(x, sP + key * kPitchP);
+      #pragma unroll
+      for (int i = 0; i < kRows; i++) {
+        if (kPartial && x[i] < 0) continue;     // 0 * V would be NaN where V is NaN or Inf
+        #pragma unroll
+        for (int n = 0; n < kCols; n++) {
+          const int j = turn(n, kCols, i);
+          sum[i][j] = fma(x[i], v[j / kVec].x[j % kVec], sum[i][j]);
+        }
       }
     }
   }
@@ -326,7 +357,7 @@ DEV void write_out(Rows& rows, SharedStorage& s, int warp, const Head& seq, cons
     for (int lane = 2; lane < 16; lane *= 2) rows.sum[i] += __shfl_xor_sync(0xffffffff, rows.sum[i], lane);
     if (kGroup > 1 && lane_n(threadIdx.x) == 0) s.sRows[warp][first + row_step(i)] = rows.sum[i];
   }
-  if (kGroup > 1) __syncthreads();
+  if (kGroup > 1) group_sync(group);
   // All rows at once, without branches: row by row each would wait for its own loads and its own division.
   R sum[kRows], inverse[kRows];
   #pragma unroll
@@ -389,9 +420,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
   for (int i = 0; i < kRows; i++) rows.max[i] = -infinity(R());
 
   if (tiles.begin < tiles.end) {
-    load_chunk(s, seq, p, tiles.begin, 0);
+    if (kRing && threadIdx.x < 2) {
+      ring_init(full_barrier(s, threadIdx.x), kThreads);
+      ring_init(empty_barrier(s, threadIdx.x), kWarps);
+    }
+    if (kRing) __syncthreads();
+    load_chunk(s, seq, p, tiles.begin, 0, 0);
     load_q(s, seq, p, block_row);
+    if (kRing) __syncthreads();                 // Q is there for all
   }
+  u32 n = 0;                                    // chunks behind
   #pragma unroll 1
   for (int tile = tiles.begin; tile < tiles.end; tile++) {
     const bool visited = tile >= group_tiles.begin && tile < group_tiles.end, partial = group_tiles.is_partial(tile);
@@ -399,8 +437,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
     R rS[kRows][kKeys] = {};
     #pragma unroll 1
     for (int c = 0; c < kChunksK; c++) {
-      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end) + (part * kWarpKeys + lane_n(threadIdx.x)) * kPitchK;
+      const R* sK = next_chunk(s, seq, p, tile, c, tiles.end, n) + (part * kWarpKeys + lane_n(threadIdx.x)) * kPitchK;
       if (visited && sees(warp_key, kWarpKeys)) multiply_qk(rS, sQ + c * kChunkK * kGroupRows, sK);
+      leave_chunk(s, n++);
     }
     R max[kRows];
     bool moved = false;
@@ -409,18 +448,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) fwd_simt(cons
     for (int i = 0; i < kRows; i++) max[i] = -infinity(R());
     if (visited && partial) moved = apply_score_and_mask<true>(rS, max, rows, score, visible);
     else if (visited) moved = apply_score_and_mask<false>(rS, max, rows, score, visible);
-    if (any_warp(moved)) move_max(rows, max, s, warp);
+    if (any_of_group(group, moved)) move_max(rows, max, s, warp);
     R* lane_p = s.sP[group][part * kWarpKeys + lane_n(threadIdx.x)] + lane_m(threadIdx.x) * kRowVec;
     if (visited && partial) softmax<true>(rows, rS, lane_p, score.exponent_scale(), visible);
     else if (visited) softmax<false>(rows, rS, lane_p, score.exponent_scale(), visible);
+    if (kRing) group_sync(group);               // P is there for the group; else the barrier of the next chunk lies in between
     R sum[kRows][kCols] = {};
     #pragma unroll 1
     for (int c = 0; c < kChunksV; c++) {
-      const R* sV = next_chunk(s, seq, p, tile, kChunksK + c, tiles.end) + lane_col;
+      const R* sV = next_chunk(s, seq, p, tile, kChunksK + c, tiles.end, n) + lane_col;
       const R* chunk_p = sP + c * kChunkV * kPitchP;
-      if (!visited || !sees(tile_key + c * kChunkV, kChunkV)) continue;
-      if (partial) multiply_pv<true>(sum, chunk_p, sV);
-      else multiply_pv<false>(sum, chunk_p, sV);
+      if (visited && sees(tile_key + c * kChunkV, kChunkV)) {
+        if (partial) multiply_pv<true>(sum, chunk_p, sV);
+        else multiply_pv<false>(sum, chunk_p, sV);
+      }
+      leave_chunk(s, n++);
     }
     #pragma unroll
     for (int i = 0; i < kRows * kCols; i++) rows.rO[i / kCols][i % kCols] += sum[i / kCols][i % kCols];

@@ -164,6 +164,9 @@ def plain_groups(arch):
             yield "plain", problem(dtype, head_dim, mask=mask), dtype == "float32"
     if arch != "sm_90":
         return
+    # Few tiles and many: blocks of half as many warps and of all.
+    for mask, more in (("none", dict(seqlen_q=64)), ("causal", LONG), ("window", LONG)):
+        yield "plain", problem("float32", 128, mask=mask, **more), True
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         for head_dim in sorted(TUNED_HEAD_DIMS + OTHER_HEAD_DIMS):
             yield f"plain {dtype}", problem(dtype, head_dim, mask="causal"), False

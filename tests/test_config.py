@@ -204,6 +204,25 @@ def test_an_out_that_is_not_aligned_keeps_no_backward_from_tma():
     assert choose(stated, H200).tier == "sm90"
 
 
+@pytest.mark.parametrize(
+    "block_m, changes",
+    [
+        (128, dict(seqlen_q=2048)),
+        (128, dict(seqlen_q=2048, window_right=0)),
+        (128, dict(seqlen_q=512, batch=1, heads_q=64)),
+        (64, dict(seqlen_q=512, batch=1, heads_q=64, window_right=0)),  # few tiles that take different times
+        (64, dict(seqlen_q=2048, batch=1, heads_q=4)),  # not one for each multiprocessor
+        (64, dict(seqlen_q=64, batch=64)),  # half of each would be empty
+        (64, dict(seqlen_q=2048, varlen=True)),
+        (64, dict(seqlen_q=0)),
+    ],
+)
+def test_float32_of_head_dim_128_has_large_tiles_where_there_are_many(block_m, changes):
+    stated = problem("float32", 128, **dict(batch=4, heads_q=16, heads_k=4, seqlen_k=2048) | changes)
+    made = choose(stated, H200)
+    assert (made.tier, made.block_m, made.threads) == ("simt", block_m, 2 * block_m)
+
+
 def test_the_name_of_a_gpu_decides_nothing():
     for dtype in DTYPES:
         assert choose(problem(dtype), dataclasses.replace(H200, name="")) == choose(problem(dtype), H200)
