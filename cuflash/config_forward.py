@@ -320,7 +320,7 @@ def _sm90_smem(problem: Problem, stages: int) -> int:
     """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch, flags of V."""
     (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
-    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2), 16)
+    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2 + 1), 16)
     return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
 
 
@@ -360,7 +360,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         heads_why,
     )
     return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
-                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles)
+                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles,
+                  short_tiles_last=False)
 
 
 def around(problem: Problem, config: Config) -> tuple[Kernel, ...]:
