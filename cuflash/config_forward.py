@@ -330,10 +330,15 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     if problem.varlen:          # tiles of one length come from many sequences: few heads keep those that share keys together
         heads, heads_why = _heads_in_group(problem, device)
     else:
-        tiles = -(-problem.seqlen_q // tile.block_m)
-        tiles -= tiles // 2 * (problem.window_right is not None)        # the short ones come last
-        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, problem.batch * problem.heads_q,
-                                         problem.heads_q // problem.heads_k)
+        tiles, all_heads = -(-problem.seqlen_q // tile.block_m), problem.batch * problem.heads_q
+        group = problem.heads_q // problem.heads_k
+        tiles -= tiles // 2 * (problem.window_right is not None)        # the shorter half fills in behind the longer one
+        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, all_heads, group)
+        if problem.window_right is not None and heads < all_heads:
+            # Other numbers were up to a tenth slower: docs/fwd_sm90.md.
+            power = 2 ** ((heads // group).bit_length() - 1)
+            heads, heads_why = power * group, (f"heads_in_group = {power * group}  # a power of two of heads of k with {tiles} long "
+                                               f"tiles each: one for each multiprocessor, but about {_SM90_FEW_HEADS} heads")
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms
