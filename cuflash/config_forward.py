@@ -347,7 +347,7 @@ def _sm90_smem(problem: Problem, stages: int) -> int:
     """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch, flags of V."""
     (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
-    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2), 16)
+    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2 + 1), 16)
     return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
 
 
@@ -357,10 +357,15 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     if problem.varlen:          # tiles of one length come from many sequences: few heads keep those that share keys together
         heads, heads_why = _heads_in_group(problem, device)
     else:
-        tiles = -(-problem.seqlen_q // tile.block_m)
-        tiles -= tiles // 2 * (problem.window_right is not None)        # the short ones come last
-        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, problem.batch * problem.heads_q,
-                                         problem.heads_q // problem.heads_k)
+        tiles, all_heads = -(-problem.seqlen_q // tile.block_m), problem.batch * problem.heads_q
+        group = problem.heads_q // problem.heads_k
+        tiles -= tiles // 2 * (problem.window_right is not None)        # the shorter half fills in behind the longer one
+        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, all_heads, group)
+        if problem.window_right is not None and heads < all_heads:
+            # Other numbers were up to a tenth slower: docs/fwd_sm90.md.
+            power = 2 ** ((heads // group).bit_length() - 1)
+            heads, heads_why = power * group, (f"heads_in_group = {power * group}  # a power of two of heads of k with {tiles} long "
+                                               f"tiles each: one for each multiprocessor, but about {_SM90_FEW_HEADS} heads")
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms
@@ -387,7 +392,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         heads_why,
     )
     return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
-                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles)
+                  tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles,
+                  short_tiles_last=False)
 
 
 def around(problem: Problem, config: Config) -> tuple[Kernel, ...]:

@@ -5,6 +5,7 @@
 // A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
 // one warp plans, one loads by TMA and two look for NaN; each of the kConsumers other warpgroups owns 64 rows from Q to O.
 //   work_ready[i]:  planner -> all, which tile is next                  work_free[i]: all -> planner, they have done with it
+//   nears_end:      loader -> planner, few key tiles are left to load: time to take the next tile
 //   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
 //   k_ready[s]:     loader -> consumers, a key tile of K has landed     k_free[s]: back, all have multiplied by it
 //   v_ready[s], v_free[s]: the same of V                                v_checked[s]: checkers -> consumers, v_poisoned is there
@@ -75,7 +76,7 @@ struct alignas(1024) SharedStorage {
   u8 sK[kStages][KLayout::kBytes];
   u8 sV[kStages][VLayout::kBytes];
   u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
-  u64 v_checked[kStages], work_ready[kSlots], work_free[kSlots];
+  u64 v_checked[kStages], work_ready[kSlots], work_free[kSlots], nears_end;
   Tile work[kSlots];
   alignas(2) bool v_poisoned[kStages][kCheckers];               // whether one found NaN or Inf in a partly masked tile of V
 };
@@ -98,16 +99,20 @@ template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row,
 // Small key tiles gain by it, large ones lose: it takes from the L2 cache what others wait for.
 constexpr bool kPrefetchKeys = KLayout::kBytes + VLayout::kBytes <= 32768;
 
+// A block takes its next tile when it has this many key tiles of the present one still to load. Taken earlier, tiles of different
+// length would not go to the block that is free first, and blocks that share keys would read them at different times.
+constexpr int kTakeAhead = 2;
+
 // The planner, one warp, of which one thread acts: works out the tiles of this block one ahead.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
   u32 next = blockIdx.x;                        // of the thread that acts
   Ring<kSlots> slot;
-  bool is_there = true;
+  Ring<1> near_end;
   #pragma unroll 1
-  while (is_there) {
+  while (true) {
     const u32 idx = uniform(next);
-    is_there = idx < num_work(p);
+    const bool is_there = idx < num_work(p);
     Work work = {0, 0, -1, {}, {}};
     if (is_there) work = work_of_block<kQuerySide>(idx, p);
     const Sequence seq(p, work);
@@ -115,8 +120,6 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     if (acts && is_there) {
       // Q goes to the L2 cache while its place is still taken: from memory it would come late.
       for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
-      // The answer takes a while.
-      next = p.tiles ? gridDim.x + atomicAdd((u32*)p.tiles + 2, 1) : idx + gridDim.x;
     }
     Tile& t = s.work[slot.stage];
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
@@ -145,6 +148,14 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
     __syncwarp();
     slot.next();
+    if (!is_there) return;
+    if (p.tiles) {
+      mbarrier_wait(shared_address(&s.nears_end), near_end.phase);
+      near_end.next();
+      if (acts) next = gridDim.x + atomicAdd((u32*)p.tiles + 2, 1);
+    } else {
+      next = idx + gridDim.x;
+    }
   }
 }
 
@@ -158,7 +169,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   }
   Ring<kSlots> slot;
   Ring<1> q;
-  Ring<kStages> kv;
+  Ring<kStages> k, v;
   #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
@@ -169,16 +180,26 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     __syncwarp();
     if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
     slot.next();
+    const int last_tiles = min(begin + kTakeAhead, end);
+    if (begin >= end) {
+      if (acts) mbarrier_arrive(shared_address(&s.nears_end));
+      continue;
+    }
+    // K of the next key tile before V of this one: so their places become free.
     #pragma unroll 1
-    for (int tile = end - 1; tile >= begin; tile--) {
+    for (int tile = end; tile >= begin; tile--) {
       const int row = first_k + tile * kBlockN;
-      const u32 k_ready = shared_address(&s.k_ready[kv.stage]), v_ready = shared_address(&s.v_ready[kv.stage]);
-      mbarrier_wait(shared_address(&s.k_free[kv.stage]), kv.phase ^ 1);
-      if (acts) {
-        mbarrier_expect(k_ready, KLayout::kBytes);
-        load_tile<KLayout>(shared_address(s.sK[kv.stage]), &p.k_map, k_ready, row, head_k, array_batch);
+      if (acts && tile == last_tiles) mbarrier_arrive(shared_address(&s.nears_end));
+      if (tile > begin) {
+        const u32 k_ready = shared_address(&s.k_ready[k.stage]);
+        mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
+        if (acts) {
+          mbarrier_expect(k_ready, KLayout::kBytes);
+          load_tile<KLayout>(shared_address(s.sK[k.stage]), &p.k_map, k_ready, row - kBlockN, head_k, array_batch);
+        }
+        k.next();
       }
-      if (tile == end - 1) {
+      if (tile == end) {
         #pragma unroll 1
         for (int c = 0; c < kConsumers; c++) {
           const u32 q_ready = shared_address(&s.q_ready[c]);
@@ -189,13 +210,15 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
           }
         }
         q.next();
+        continue;
       }
-      mbarrier_wait(shared_address(&s.v_free[kv.stage]), kv.phase ^ 1);
+      const u32 v_ready = shared_address(&s.v_ready[v.stage]);
+      mbarrier_wait(shared_address(&s.v_free[v.stage]), v.phase ^ 1);
       if (acts) {
         mbarrier_expect(v_ready, VLayout::kBytes);
-        load_tile<VLayout>(shared_address(s.sV[kv.stage]), &p.v_map, v_ready, row, head_k, array_batch);
+        load_tile<VLayout>(shared_address(s.sV[v.stage]), &p.v_map, v_ready, row, head_k, array_batch);
       }
-      kv.next();
+      v.next();
     }
   }
 }
@@ -266,13 +289,17 @@ DEV void apply_mask(Scores& rS, const HeadMask& mask, int first_row, int first_k
   }
 }
 
-// NaN and Inf of a V tile become 0, once all consumers have added them to the rows that see them. All call it together.
-DEV void clear_tile(u32 v_tile) {
-  constexpr int kAll = kConsumers * 128, kBarrier = 8;
-  barrier_sync(kBarrier, kAll);
-  scan_nonfinite<Element, VLayout::kBytes, kAll, true>(v_tile, thread_index() - 128);
+// NaN and Inf of a V tile become 0, once the consumers that see it have added them to the rows that do. Those call it together.
+DEV void clear_tile(u32 v_tile, const Tile& t, int tile) {
+  int first = 0, count = 0;                     // of these consumers: they follow one another
+  #pragma unroll 1
+  for (int c = kConsumers - 1; c >= 0; c--)
+    if (tile >= t.own[c].begin && tile < t.own[c].end) first = c, count++;
+  const u32 barrier = 8 + first * kConsumers + count - 1;       // of its own for each set of them
+  barrier_sync(barrier, count * 128);
+  scan_nonfinite<Element, VLayout::kBytes, 128, true>(v_tile, thread_index() % 128);
   fence_async_proxy();
-  barrier_sync(kBarrier, kAll);
+  barrier_sync(barrier, count * 128);
 }
 
 // Writes the 16 rows of a warp.
@@ -355,6 +382,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   float alpha[2];
   bool moved;
   bool is_fresh = true;                         // O holds nothing of this tile yet
+  int num_left = 0;                             // tiles of V still to skip
 
   const auto free_slot = [&](u32 stage) {
     __syncwarp();
@@ -421,20 +449,22 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     wgmma_pin(flat(rO[0]));
     free_v();
   };
-  // Whether the next tile of V has NaN or Inf to be taken apart from it: by all consumers together.
+  // Whether the next tile of V has NaN or Inf to be taken apart from it.
   const auto is_poisoned = [&](int tile) {
     if constexpr (!kChecksV) return false;
     if (!at.keys.is_partial(tile)) return false;
     await_v();
     return *(const u16*)s.v_poisoned[v_ring.stage] != 0;
   };
-  // A key tile that no row of this consumer sees: its barriers are kept, as the others count on it.
-  const auto skip = [&](int tile) {
-    if (is_poisoned(tile)) clear_tile(shared_address(s.sV[v_ring.stage]));
+  // Key tiles that no row of this consumer sees: their barriers are kept, as the others count on them.
+  const auto skip_k = [&] {
     mbarrier_wait(shared_address(&s.k_ready[k_ring.stage]), k_ring.phase);
-    await_v();
     sync_consumer();
     free_k();
+  };
+  const auto skip_v = [&] {
+    await_v();
+    sync_consumer();
     free_v();
   };
   // NaN and Inf of the next tile of V, whose key tile this is, go to the rows that see them.
@@ -447,16 +477,23 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       is_fresh = false;
     }
     add_nonfinite<Element, VLayout, kBlockN, 1>(rO, v_tile, at.mask, at.first_row, tile * kBlockN, 0);
-    clear_tile(v_tile);
+    clear_tile(v_tile, s.work[slot.stage], tile);
   };
-  // Past the key tiles that only rows of later consumers see.
+  // Past the key tiles that only rows of later consumers see. Their V lands late, behind Q: those that need no place of the last
+  // V of the tile before are left for later.
   const auto skip_to_own = [&] {
     #pragma unroll 1
     for (int tile = at.keys.end - 1; tile >= at.own.end; tile--) {
       my_turn();
       your_turn();
-      skip(tile);
+      skip_k();
+      if (tile - at.own.end >= kStages - 1) skip_v();
+      else num_left++;
     }
+  };
+  const auto skip_left = [&] {
+    #pragma unroll 1
+    for (; num_left > 0; num_left--) skip_v();
   };
   const auto begin_rows = [&] { rows.max[0] = rows.max[1] = -infinity(0.f), rows.sum[0] = rows.sum[1] = 0.f; };
   const auto start_tile = [&] {
@@ -474,6 +511,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     if (!is_started) {
       skip_to_own();
       if (at.own.begin >= at.own.end) {
+        skip_left();
         mbarrier_wait(shared_address(&s.q_ready[consumer]), q_ring.phase);
         sync_consumer();
         free_q();
@@ -493,6 +531,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       pack<Element>(rP, rS);
     }
     q_ring.next();
+    skip_left();
     is_fresh = true;
     int tile = at.own.end - 1;
     // O of this key tile and S of the next.
@@ -544,16 +583,16 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     }
     is_started = is_found && at.own.begin < at.own.end;
     if (is_started) {
-      const bool skips = at.own.end < at.keys.end;
-      if (skips) {                              // the tiles of V on the way may need the place of the last one
+      const bool frees = at.keys.end - at.own.end >= kStages;   // V of the key tiles on the way needs the place of the last one
+      if (frees) {
         wgmma_wait<0>();
         free_v();
-        skip_to_own();
       }
+      skip_to_own();
       start_tile();
       wgmma_wait<1>();
       wgmma_pin(flat(rO[0]));
-      if (!skips) free_v();
+      if (!frees) free_v();
       write_finished();                         // while S is computed
       wgmma_wait<0>();
       begin_rows();
@@ -569,7 +608,8 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       #pragma unroll 1
       for (tile = at.own.begin - 1; tile >= at.keys.begin; tile--) {
         // The turn of this step was that of the last product: this one is of the next.
-        skip(tile);
+        skip_k();
+        skip_v();
         my_turn();
         your_turn();
       }
@@ -598,6 +638,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.v_free[i]), kConsumers + kChecksV * kCheckers);
       mbarrier_init(shared_address(&s.v_checked[i]), kCheckers);
     }
+    mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
   }
   __syncthreads();

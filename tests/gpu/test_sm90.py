@@ -599,7 +599,7 @@ def test_memory(backend):
     """Under a mask there is a counter of tiles beside out and lse, which goes back to the pool."""
     import cupy
 
-    arrays = placed(backend, inputs(DTYPE, seqlen_q=1000))
+    arrays = placed(backend, inputs(DTYPE, seqlen_q=5000))  # more tiles than multiprocessors
     for options, more in (({}, 0), (dict(causal=True), 512), (dict(window=(100, 30)), 512)):
         pool = cupy.cuda.MemoryPool()
         with config.force_tier("sm90"), cupy.cuda.using_allocator(pool.malloc):
