@@ -106,12 +106,10 @@ constexpr int kTakeAhead = 2;
 // The planner, one warp, of which one thread acts: works out the tiles of this block one ahead.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
-  u32 next = blockIdx.x;                        // of the thread that acts
+  u32 idx = blockIdx.x;
   Ring<kSlots> slot;
-  Ring<1> near_end;
   #pragma unroll 1
   while (true) {
-    const u32 idx = uniform(next);
     const bool is_there = idx < num_work(p);
     Work work = {0, 0, -1, {}, {}};
     if (is_there) work = work_of_block<kQuerySide>(idx, p);
@@ -149,13 +147,12 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     __syncwarp();
     slot.next();
     if (!is_there) return;
-    if (p.tiles) {
-      mbarrier_wait(shared_address(&s.nears_end), near_end.phase);
-      near_end.next();
-      if (acts) next = gridDim.x + atomicAdd((u32*)p.tiles + 2, 1);
-    } else {
-      next = idx + gridDim.x;
+    u32 next = idx;
+    if (kVarlen || p.tiles) {
+      mbarrier_wait(shared_address(&s.nears_end), slot.stage ^ 1);      // as many phases as tiles before the next
+      if (acts) next = atomicAdd((u32*)p.tiles + 2, 1);
     }
+    idx = uniform(next) + gridDim.x;
   }
 }
 
@@ -169,7 +166,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   }
   Ring<kSlots> slot;
   Ring<1> q;
-  Ring<kStages> k, v;
+  Ring<kStages> k;                              // of K; V is a stage behind
   #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
@@ -180,7 +177,6 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     __syncwarp();
     if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
     slot.next();
-    const int last_tiles = min(begin + kTakeAhead, end);
     if (begin >= end) {
       if (acts) mbarrier_arrive(shared_address(&s.nears_end));
       continue;
@@ -189,7 +185,8 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     #pragma unroll 1
     for (int tile = end; tile >= begin; tile--) {
       const int row = first_k + tile * kBlockN;
-      if (acts && tile == last_tiles) mbarrier_arrive(shared_address(&s.nears_end));
+      if (acts && (tile == begin + kTakeAhead || (tile == end && tile < begin + kTakeAhead)))
+        mbarrier_arrive(shared_address(&s.nears_end));
       if (tile > begin) {
         const u32 k_ready = shared_address(&s.k_ready[k.stage]);
         mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
@@ -197,7 +194,6 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
           mbarrier_expect(k_ready, KLayout::kBytes);
           load_tile<KLayout>(shared_address(s.sK[k.stage]), &p.k_map, k_ready, row - kBlockN, head_k, array_batch);
         }
-        k.next();
       }
       if (tile == end) {
         #pragma unroll 1
@@ -210,15 +206,15 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
           }
         }
         q.next();
-        continue;
+      } else {
+        const u32 stage = (k.stage == 0 ? kStages : k.stage) - 1, v_ready = shared_address(&s.v_ready[stage]);
+        mbarrier_wait(shared_address(&s.v_free[stage]), k.phase ^ (k.stage != 0));
+        if (acts) {
+          mbarrier_expect(v_ready, VLayout::kBytes);
+          load_tile<VLayout>(shared_address(s.sV[stage]), &p.v_map, v_ready, row, head_k, array_batch);
+        }
       }
-      const u32 v_ready = shared_address(&s.v_ready[v.stage]);
-      mbarrier_wait(shared_address(&s.v_free[v.stage]), v.phase ^ 1);
-      if (acts) {
-        mbarrier_expect(v_ready, VLayout::kBytes);
-        load_tile<VLayout>(shared_address(s.sV[v.stage]), &p.v_map, v_ready, row, head_k, array_batch);
-      }
-      v.next();
+      if (tile > begin) k.next();
     }
   }
 }
