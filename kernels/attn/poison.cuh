@@ -2,6 +2,7 @@
 // holds any is taken apart: what is not finite goes to exactly the rows that see it, and becomes 0 in the tile. So do, in a
 // backward, those of Q, dO and K.
 #pragma once
+#include "ptx/math.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma_sm80.cuh"
 #include "tile/layout.cuh"
@@ -22,15 +23,6 @@ template <typename T> DEV u32 nonfinite_carries(u32 word) {
   return (word & Bits<T>::kExponent * 0x10001u) + (Bits<T>::kMantissa + 1) * 0x10001u;
 }
 
-// `found`, two numbers, become NaN where one of the two of `word` is NaN or Inf: their product with 0 is.
-template <typename T> DEV void find_nonfinite(u32& found, u32 word);
-template <> DEV void find_nonfinite<half>(u32& found, u32 word) {
-  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(word), "r"(0));
-}
-template <> DEV void find_nonfinite<bf16>(u32& found, u32 word) {
-  asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(found) : "r"(word), "r"(0));
-}
-
 // Whether any element of the tile at `tile`, kBytes long and shared by kThreads threads, is NaN or Inf; with kClear those
 // become 0. A thread answers for its own part.
 template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfinite(u32 tile, u32 thread) {
@@ -39,7 +31,7 @@ template <typename T, int kBytes, int kThreads, bool kClear> DEV bool scan_nonfi
   for (u32 at = thread * 16; at < kBytes; at += kThreads * 16) {
     const Chunk c = load_shared(tile + at);
     #pragma unroll
-    for (int i = 0; i < 4; i++) find_nonfinite<T>(found[i], c.word[i]);
+    for (int i = 0; i < 4; i++) found[i] = fma2<T>(c.word[i], 0, found[i]);     // NaN and Inf times 0 are NaN
   }
   const bool any = (found[0] | found[1] | found[2] | found[3]) & 0x7fff7fff;
   if constexpr (kClear) {

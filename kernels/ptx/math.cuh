@@ -36,3 +36,14 @@ DEV float tanh_exp2(float x) {
   return fabsf(x) < 0.25f ? small : large;     // NaN falls to `large`, which keeps it
 }
 DEV double tanh_exp2(double x) { return tanh(x); }
+
+// a * b + c of two 16-bit numbers each.
+template <typename T> DEV u32 fma2(u32 a, u32 b, u32 c);
+template <> DEV u32 fma2<half>(u32 a, u32 b, u32 c) {
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(c));
+  return c;
+}
+template <> DEV u32 fma2<bf16>(u32 a, u32 b, u32 c) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(c));
+  return c;
+}
