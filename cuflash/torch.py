@@ -78,6 +78,11 @@ def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_q=None, 
     Raises:
         As `attention`.
     """
+    if (_is_simple(q, k, v) and type(cu_seqlens_q) is type(cu_seqlens_k) is _TENSOR and seqused_q is seqused_k is None
+            and type(deterministic) is bool):
+        return _attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+                                 causal=causal, window=window, softmax_scale=softmax_scale, softcap=softcap,
+                                 return_lse=return_lse)
     if not torch.compiler.is_compiling():
         problem.check_hint("max_seqlen_q", max_seqlen_q)
         problem.check_hint("max_seqlen_k", max_seqlen_k)
