@@ -61,7 +61,7 @@ _SM90_SLOTS = 2             # of tiles of the launch
 # whether there is a right mask; and of wide heads.
 _SM90_FEW_HEADS = {(False, False): 16, (False, True): 16, (True, False): 32, (True, True): 64}
 _WIDE_FEW_HEADS = 8
-_SM90_LISTED = 96           # Tile of kernels/bwd_sm90.cu
+_SM90_LISTED = 104          # Tile of kernels/bwd_sm90.cu
 
 
 def _sm90_head_dim(problem: BackwardProblem) -> int:
@@ -131,7 +131,7 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
 
 _WIDE_ROWS, _WIDE_DQ_ROWS = 64, 128
 _WIDE_STAGES_V = {192: 2, 256: 1}       # of V in bwd_dq_sm90, by the padded head dim: as many as fit
-_WIDE_LISTED, _WIDE_DQ_LISTED = 80, 72  # Tile of kernels/bwd_dkv_sm90.cu and of bwd_dq_sm90.cu
+_WIDE_LISTED, _WIDE_DQ_LISTED = 88, 72  # Tile of kernels/bwd_dkv_sm90.cu and of bwd_dq_sm90.cu
 
 
 def _wide_smem(head_dim: int) -> tuple[int, int]:

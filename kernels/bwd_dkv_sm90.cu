@@ -253,7 +253,7 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
     if (visits < 0) return;
-    const int begin = uniform(t.begin), end = uniform(t.end);
+    const int heads = uniform(t.heads);
     const int full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     Gradient acc;
     clear(acc);
@@ -325,7 +325,7 @@ template <int kConsumer> DEV void differentiate(SharedStorage& s, const BwdParam
       #pragma unroll 1
       for (int i = 1; i < visits; i++) {
         const u32 last = at.stage;
-        visit.advance(begin, end);
+        visit.advance(heads);
         at.next();
         my_turn(kConsumer);
         start_sum(last);

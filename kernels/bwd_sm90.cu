@@ -352,7 +352,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
     if (visits < 0) return;
-    const int begin = uniform(t.begin), end = uniform(t.end), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
+    const int heads = uniform(t.heads), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     Gradient rDK, rDV;
     clear(rDK);
     clear(rDV);
@@ -434,7 +434,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       #pragma unroll 1
       for (int i = 1; i < visits; i++) {
         sum_gradients(i == 1);
-        visit.advance(begin, end);
+        visit.advance(heads);
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();

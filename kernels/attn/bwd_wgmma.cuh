@@ -78,17 +78,18 @@ struct KeyTile {
   int seqlen_q, seqlen_k;
   int row_q, batch_axis;                        // for TMA: row 0 of the queries, the last coordinate
   int begin, end, full_begin, full_end;         // QueryTiles
-  int visits;                                   // query tiles of all heads; < 0: there are no more tiles
+  int heads;                                    // of the group
+  int visits;                                   // query tiles of all of them; < 0: there are no more tiles
 };
 
 // What the planner knows of it. All lanes together.
 template <int kBlockM, int kBlockN> struct KeyWork {
   const Sequence seq;
-  int first_key, head_k, first_head, visits;
+  int first_key, head_k, heads, first_head, visits;
   QueryTiles tiles;
 
   DEV KeyWork(const BwdParams& p, const Work& work, bool is_there) : seq(p, work) {
-    const int heads = p.heads_q / p.heads_k;
+    heads = p.heads_q / p.heads_k;
     first_key = work.tile * kBlockN, head_k = work.head, first_head = work.head * heads;
     tiles = QueryTiles::of<kBlockM, kBlockN>(HeadMask(p, seq.seqlen_q, seq.seqlen_k), first_key,
                                              min(first_key + kBlockN, seq.seqlen_k));
@@ -97,6 +98,7 @@ template <int kBlockM, int kBlockN> struct KeyWork {
   DEV int row_k() const { return seq.first_k + first_key; }     // for TMA
   // By one thread.
   DEV void tell(volatile KeyTile& t, const BwdParams& p) const {
+    t.heads = heads;
     t.visits = visits;
     t.begin = tiles.begin;
     t.end = tiles.end;
@@ -115,14 +117,15 @@ template <int kBlockM, int kBlockN> struct KeyWork {
   }
 };
 
-// A query tile of a query head of the group. They come last first: under a right mask the key tiles of a head then begin with
-// the same one, and in step find it in the L2 cache, or, DETERMINISTIC, take their turns soon.
+// A query tile of a query head of the group. They come last first, and each of all heads before the next: under a right mask the
+// key tiles of a head then begin with the same one and stay in step, and find it in the L2 cache, or, DETERMINISTIC, take their
+// turns soon.
 struct Visit {
   int head, tile;
-  DEV void advance(int begin, int end) {
-    if (tile-- == begin) tile = end - 1, head++;
+  DEV void advance(int heads) {
+    if (++head == heads) tile--, head = 0;
   }
-  DEV void advance(const volatile KeyTile& t) { advance(uniform(t.begin), uniform(t.end)); }
+  DEV void advance(const volatile KeyTile& t) { advance(uniform(t.heads)); }
 };
 DEV Visit first_visit(const volatile KeyTile& t) { return {0, uniform(t.end) - 1}; }
 // Whether some pairs of it do not see each other.
