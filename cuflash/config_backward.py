@@ -92,7 +92,7 @@ def _sm90_smem(problem: BackwardProblem) -> int:
     head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
     block_m = _SM90_TILES[head_dim].block_m
     arrays = 2 * (2 * head_dim * (slots * block_n + stages * block_m) + stages * block_m * block_n)
-    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages), 1024)
+    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages + 1), 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
@@ -139,7 +139,7 @@ def _wide_smem(head_dim: int) -> tuple[int, int]:
     rows; barriers; tiles of the launch. And of bwd_dq_sm90.cu: Q and dO of two warpgroups, two stages of K, V; whether keys are
     finite; barriers; tiles."""
     operand, stages, slots, stages_v = 2 * _WIDE_ROWS * head_dim, 2, 2, _WIDE_STAGES_V[head_dim]
-    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 6 * stages + 6)
+    dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 6 * stages + 7)
            + slots * _WIDE_LISTED)
     dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 3 * stages + 2 * stages_v)
           + slots * _WIDE_DQ_LISTED)

@@ -39,14 +39,14 @@ struct alignas(1024) SharedStorage {
   Chunk sP[kRows / 16][128];                    // by thread; with the slope of the logits, where they have one
   float lse[kStages][kRows], delta[kStages][kRows];             // RowFacts, lifted: P becomes P * kLift, dP - delta is divided
   u64 work_ready[kSlots], work_free[kSlots], k_ready, k_free, v_ready, v_free, raw[kStages][2], ready[kStages];
-  u64 q_free[kStages][2], dout_free[kStages], weights_ready, weights_free;
+  u64 q_free[kStages][2], dout_free[kStages], weights_ready, weights_free, nears_end;
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
 // The planner brings K and V of its tiles into the L2 cache.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
-  plan<kKeySide>(s, p, false, [&] { return gridDim.x + take_ticket(p); }, [&](const Work& work, bool is_there, u32 slot) {
+  plan<kKeySide, true>(s, p, false, [&] { return gridDim.x + take_ticket(p); }, [&](const Work& work, bool is_there, u32 slot) {
     const KeyWork<kRows, kRows> keys(p, work, is_there);
     volatile Tile& t = s.work[slot];
     if (thread_index() % 32 == 0) {
@@ -76,8 +76,11 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     const int visits = uniform(t.visits);
     if (visits < 0) return;
     Visit visit = first_visit(t);
+    const int near_end = max(visits - kTakeAhead, 0);
+    if (visits == 0 && acts) mbarrier_arrive(shared_address(&s.nears_end));
     #pragma unroll 1
     for (int i = 0; i < visits; i++, at.next()) {
+      if (i == near_end && acts) mbarrier_arrive(shared_address(&s.nears_end));
       const int row = t.row_q + visit.tile * kRows, head = t.first_head + visit.head;
       if (i == 0) {
         mbarrier_wait(shared_address(&s.k_free), kv.phase ^ 1);
@@ -377,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
     mbarrier_init(shared_address(&s.v_free), 1);
     mbarrier_init(shared_address(&s.weights_ready), 4);
     mbarrier_init(shared_address(&s.weights_free), 4);
+    mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
     if (blockIdx.x == 0) p.turns[1] = 0;        // the counter of bwd_dq_sm90
   }

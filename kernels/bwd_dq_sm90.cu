@@ -58,7 +58,7 @@ DEV FwdParams by_queries(const BwdParams& p) {
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const FwdParams launched = by_queries(p);
   const auto take = [&] { return gridDim.x + (u32)atomicAdd(p.turns + 1, 1); };
-  plan<kQuerySide>(s, launched, false, take, [&](const Work& work, bool is_there, u32 slot) {
+  plan<kQuerySide, false>(s, launched, false, take, [&](const Work& work, bool is_there, u32 slot) {
     const Sequence seq(p, work);
     const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
     const int first_row = work.tile * kBlockM;

@@ -60,7 +60,7 @@ struct alignas(1024) SharedStorage {
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
   float key_poison[kSlots][kBlockN];            // NaN for a key whose K held NaN or Inf; only if some query tile is partial
   u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kStages];
-  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages];
+  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages], nears_end;
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -90,7 +90,7 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   Ring<kStages> at;
   bool is_first = true;
   const auto take = [&] { return (kDeterministic ? 0 : gridDim.x) + take_ticket(p); };
-  plan<kKeySide>(s, p, kDeterministic, take, [&](const Work& work, bool is_there, u32 slot) {
+  plan<kKeySide, !kDeterministic>(s, p, kDeterministic, take, [&](const Work& work, bool is_there, u32 slot) {
     const KeyWork<kBlockM, kBlockN> keys(p, work, is_there);
     const Sequence& seq = keys.seq;
     volatile Tile& t = s.work[slot];
@@ -134,8 +134,11 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     const int visits = uniform(t.visits);
     if (visits < 0) return;
     Visit visit = first_visit(t), last = visit;
+    const int near_end = max(visits - kTakeAhead, 0);
+    if (!kDeterministic && visits == 0 && acts) mbarrier_arrive(shared_address(&s.nears_end));
     #pragma unroll 1
     for (int i = 0; i < visits + kDeterministic; i++) {
+      if (!kDeterministic && i == near_end && acts) mbarrier_arrive(shared_address(&s.nears_end));
       mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
       if (i < visits && acts) {
         const int row = t.row_q + visit.tile * kBlockM, head = t.first_head + visit.head, batch = t.batch_axis;
@@ -476,6 +479,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.dq_added[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_passed[i]), 1);
     }
+    mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
   }
   __syncthreads();

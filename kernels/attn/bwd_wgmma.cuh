@@ -48,16 +48,23 @@ DEV void prefetch_maps(const TmaParams& p) {
 
 // ------------------------------------------------------------------------------------------------------------------ planning
 
-// The planner, one warp: takes tiles of the launch, one ahead. `take()`, by one thread, gives the number of the next; of the
-// first too where `takes`. `tell(work, is_there, slot)`, by all lanes, tells the others; the last time there is none.
-template <Side kSide, typename Storage, typename Take, typename Tell>
+// A block takes its next tile when it has this many visits of the present one still to load (nears_end: loader -> planner). Taken
+// earlier, a long tile would wait for a block that is not the first to be free.
+constexpr int kTakeAhead = 2;
+
+// The planner, one warp: takes tiles of the launch, one ahead, where kLate not before the present one nears its end. `take()`, by
+// one thread, gives the number of the next; of the first too where `takes`. `tell(work, is_there, slot)`, by all lanes, tells the
+// others; the last time there is none.
+template <Side kSide, bool kLate, typename Storage, typename Take, typename Tell>
 DEV void plan(Storage& s, const FwdParams& p, bool takes, Take take, Tell tell) {
   Ring<kSlots> slot;
-  bool is_there = true;
+  bool is_there = true, is_first = true;
   #pragma unroll 1
-  for (; is_there; slot.next(), takes = true) {
+  for (; is_there; slot.next(), takes = true, is_first = false) {
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
-    u32 next = blockIdx.x;                      // not taken before the tile is the next one: that evens out the end
+    if constexpr (kLate)
+      if (!is_first) mbarrier_wait(shared_address(&s.nears_end), slot.stage ^ 1);    // as many phases as tiles before
+    u32 next = blockIdx.x;
     if (thread_index() % 32 == 0 && takes) next = take();
     const u32 idx = uniform(next), heads = kSide == kQuerySide ? p.heads_q : p.heads_k;
     is_there = idx < (kVarlen ? p.tiles[0] * heads : (u32)p.num_tiles * p.batch * heads);
