@@ -363,9 +363,9 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, all_heads, group)
         if problem.window_right is not None and heads < all_heads:
             # Other numbers were up to a tenth slower: docs/fwd_sm90.md.
-            power = 2 ** ((heads // group).bit_length() - 1)
-            heads, heads_why = power * group, (f"heads_in_group = {power * group}  # a power of two of heads of k with {tiles} long "
-                                               f"tiles each: one for each multiprocessor, but about {_SM90_FEW_HEADS} heads")
+            heads = 2 ** ((heads // group).bit_length() - 1) * group
+            heads_why = (f"heads_in_group = {heads}  # a power of two of heads of k with {tiles} long tiles each: one for each "
+                         f"multiprocessor, but about {_SM90_FEW_HEADS} heads")
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms
