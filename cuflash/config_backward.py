@@ -57,9 +57,11 @@ _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
 _SM90_SLOTS = 2             # of tiles of the launch
-# (batch, key head) pairs that run together at least, by whether key tiles of a head wait for each other (deterministic) and
-# whether there is a right mask; and of wide heads.
-_SM90_FEW_HEADS = {(False, False): 16, (False, True): 16, (True, False): 32, (True, True): 64}
+# (batch, key head) pairs that run together at least: of grouped heads, which have the query tiles of several, and others; where
+# key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads. Measured on the H200:
+# docs/bwd_sm90.md.
+_SM90_FEW_HEADS = {"grouped": 4, "single": 8}
+_SM90_FEW_WAITING_HEADS = {False: 32, True: 64}
 _WIDE_FEW_HEADS = 8
 _SM90_LISTED = 104          # Tile of kernels/bwd_sm90.cu
 
@@ -103,9 +105,13 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     if problem.varlen:
         heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
     else:
-        few = _SM90_FEW_HEADS[problem.deterministic, problem.window_right is not None]
-        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_k // block_n), few,
-                                         max(1, problem.batch * problem.heads_k))
+        tiles, all_heads = -(-problem.seqlen_k // block_n), max(1, problem.batch * problem.heads_k)
+        if problem.deterministic:
+            few = _SM90_FEW_WAITING_HEADS[problem.window_right is not None]
+            heads, heads_why = heads_in_wave(device, tiles, few, all_heads)
+        else:
+            few = _SM90_FEW_HEADS["grouped" if problem.heads_q > problem.heads_k else "single"]
+            heads, heads_why = heads_in_wave(device, tiles, few, all_heads, tiles_each=2, power_of_two=True)
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),
@@ -161,8 +167,8 @@ def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
     if problem.varlen:
         heads, heads_why = _heads_in_group(problem, device, 0, few=True)
     else:
-        heads, heads_why = heads_in_wave(problem, device, -(-problem.seqlen_k // _WIDE_ROWS), _WIDE_FEW_HEADS,
-                                         max(1, problem.batch * problem.heads_k))
+        tiles, all_heads = -(-problem.seqlen_k // _WIDE_ROWS), max(1, problem.batch * problem.heads_k)
+        heads, heads_why = heads_in_wave(device, tiles, _WIDE_FEW_HEADS, all_heads)
     constants = {**_wide_constants(problem), "SMEM_BYTES": smem}
     reasons = (
         f"block_n = {_WIDE_ROWS}  # dk of 64 keys fills the registers of a warpgroup, dv of another; dq has a kernel of its own: "

@@ -154,12 +154,18 @@ def vec_bytes(alignment: int, dtype: str, *sizes: int) -> int:
     return min(alignment, *((size * ITEMSIZE[dtype]) & -(size * ITEMSIZE[dtype]) for size in sizes))
 
 
-def heads_in_wave(problem: Problem, device: Device, tiles: int, few: int, all_heads: int, together: int = 1) -> tuple[int, str]:
+def heads_in_wave(device: Device, tiles: int, few: int, all_heads: int, *, together: int = 1, tiles_each: int = 1,
+                  power_of_two: bool = False) -> tuple[int, str]:
     """How many (batch, head) pairs run together where blocks stay on their multiprocessors, and why.
 
-    ``tiles`` of a head that come with those of its group; as many heads as have one for each multiprocessor, so that the tiles of
-    a head read what they share at one time. ``few``: at least so many, as few long heads have tiles of different lengths, which
-    soon read different things; ``together``: whole groups of so many.
+    ``tiles`` of a head that come with those of its group; as many heads as have ``tiles_each`` for each multiprocessor, so that
+    the tiles of a head read what they share at one time. ``few``: at least so many, as few long heads have tiles of different
+    lengths, which soon read different things; ``together``: whole groups of so many; ``power_of_two``: of them.
     """
-    heads = min(round_up(max(device.num_sms // max(1, tiles), few), together), all_heads)
-    return heads, f"heads_in_group = {heads}  # with {tiles} tiles each: one for each multiprocessor, but at least {few} heads"
+    heads = round_up(max(tiles_each * device.num_sms // max(1, tiles), few), together)
+    what = f"with {tiles} tiles each: {tiles_each} for each multiprocessor, but at least {few} heads"
+    if power_of_two and heads < all_heads:      # other numbers were up to a tenth slower: docs/fwd_sm90.md, docs/bwd_sm90.md
+        heads = 2 ** ((heads // together).bit_length() - 1) * together
+        what += ", and a power of two" + (f" of groups of {together}" if together > 1 else "")
+    heads = min(heads, all_heads)
+    return heads, f"heads_in_group = {heads}  # {what}"

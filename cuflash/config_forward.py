@@ -360,12 +360,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         tiles, all_heads = -(-problem.seqlen_q // tile.block_m), problem.batch * problem.heads_q
         group = problem.heads_q // problem.heads_k
         tiles -= tiles // 2 * (problem.window_right is not None)        # the shorter half fills in behind the longer one
-        heads, heads_why = heads_in_wave(problem, device, tiles, _SM90_FEW_HEADS, all_heads, group)
-        if problem.window_right is not None and heads < all_heads:
-            # Other numbers were up to a tenth slower: docs/fwd_sm90.md.
-            heads = 2 ** ((heads // group).bit_length() - 1) * group
-            heads_why = (f"heads_in_group = {heads}  # a power of two of heads of k with {tiles} long tiles each: one for each "
-                         f"multiprocessor, but about {_SM90_FEW_HEADS} heads")
+        heads, heads_why = heads_in_wave(device, tiles, _SM90_FEW_HEADS, all_heads, together=group,
+                                         power_of_two=problem.window_right is not None)
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms

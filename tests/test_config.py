@@ -345,16 +345,24 @@ def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, exp
 @pytest.mark.parametrize(
     "seqlen_k, window_right, deterministic, expected",
     [
-        (128, None, False, 132),  # a tile a head
-        (257, None, False, 44),
-        (257, 0, False, 44),
-        (2**14, 0, False, 16),
+        (128, None, False, 256),  # a tile a head, two for each of 132 multiprocessors, and a power of two
+        (257, 0, False, 64),
+        (2048, 0, False, 16),
+        (2**14, 0, False, 4),
+        (2**14, None, False, 4),
+        (257, None, True, 44),
         (2**14, None, True, 32),
         (2**14, 0, True, 64),
     ],
 )
 def test_key_heads_of_a_hopper_backward_that_run_together_fill_it(seqlen_k, window_right, deterministic, expected):
-    sizes = dict(batch=100, seqlen_k=seqlen_k, window_right=window_right, deterministic=deterministic)
+    sizes = dict(batch=200, seqlen_k=seqlen_k, window_right=window_right, deterministic=deterministic)
+    assert choose(backward(**sizes), H200).heads_in_group == expected
+
+
+@pytest.mark.parametrize("heads_k, expected", [(4, 4), (8, 4), (32, 8)])
+def test_grouped_heads_of_a_hopper_backward_run_together_by_fewer(heads_k, expected):
+    sizes = dict(batch=2, seqlen_q=8192, seqlen_k=8192, window_right=0, heads_q=32, heads_k=heads_k)
     assert choose(backward(**sizes), H200).heads_in_group == expected
 
 

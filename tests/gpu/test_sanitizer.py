@@ -50,7 +50,8 @@ def test_the_runs_are_right_without_it(part):
 
 
 # racecheck knows neither the barriers of sm90 nor what TMA and wgmma do with shared memory.
-RUNS = [(tool, tier, part) for tool in ("memcheck", "racecheck") for tier in ("simt", "sm80") for part in PARTS]
+TOOLS = ("memcheck", "racecheck", "synccheck")
+RUNS = [(tool, tier, part) for tool in TOOLS for tier in ("simt", "sm80") for part in PARTS]
 RUNS += [("memcheck", "sm90", part) for part in PARTS]
 
 
