@@ -28,9 +28,9 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
     return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic), "DQ_GROUP": DQ_GROUP}
 
 
-def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: bool) -> tuple[int, str]:
+def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: int = 0) -> tuple[int, str]:
     """How many (batch, key head) pairs run together so that their arrays stay in half of the L2 cache; ``head_dim`` is that of
-    dq_sum, 0: there is none. ``few``: also where key tiles wait.
+    dq_sum, 0: there is none. ``few``: at least so many, also where key tiles wait; 0: all where they do.
     """
     all_heads = max(1, problem.batch_axis * problem.heads_k)
     if problem.deterministic and not few:
@@ -39,10 +39,10 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few
     group, itemsize = problem.heads_q // problem.heads_k, ITEMSIZE[problem.dtype]
     row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * max(4, itemsize)
     per_key_head = group * problem.seqlen_q * row_bytes
-    heads = min(max(1, device.l2_bytes // 2 // max(1, per_key_head)), all_heads)
+    heads = min(max(1, few, device.l2_bytes // 2 // max(1, per_key_head)), all_heads)
     what = "q, dout and dq_sum" if head_dim else "q and dout"
     return heads, (f"heads_in_group = {heads}  # {what} that go with a key head take {per_key_head / 2**20:.1f} MiB, "
-                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
+                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}" + (f", but at least {few} heads" if few > 1 else ""))
 
 
 # --------------------------------------------------------------------------------------------------------------- sm90
@@ -58,11 +58,13 @@ _SM90_STAGES = 2
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
 _SM90_SLOTS = 2             # of tiles of the launch
 # (batch, key head) pairs that run together at least: of grouped heads, which have the query tiles of several, and others; where
-# key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads. Measured on the H200:
+# key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads; of packed batches,
+# whose heads have the tiles of all sequences. Measured on the H200:
 # docs/bwd_sm90.md.
 _SM90_FEW_HEADS = {"grouped": 4, "single": 8}
 _SM90_FEW_WAITING_HEADS = {False: 32, True: 64}
 _WIDE_FEW_HEADS = 8
+_PACKED_FEW_HEADS = 2
 _SM90_LISTED = 104          # Tile of kernels/bwd_sm90.cu
 
 
@@ -103,7 +105,7 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
     tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
     if problem.varlen:
-        heads, heads_why = _heads_in_group(problem, device, head_dim, few=True)
+        heads, heads_why = _heads_in_group(problem, device, head_dim, few=_PACKED_FEW_HEADS)
     else:
         tiles, all_heads = -(-problem.seqlen_k // block_n), max(1, problem.batch * problem.heads_k)
         if problem.deterministic:
@@ -147,7 +149,7 @@ def _wide_smem(head_dim: int) -> tuple[int, int]:
     operand, stages, slots, stages_v = 2 * _WIDE_ROWS * head_dim, 2, 2, _WIDE_STAGES_V[head_dim]
     dkv = ((2 + 2 * stages) * operand + 8 * 2048 + 2 * _WIDE_ROWS**2 + 8 * stages * _WIDE_ROWS + 8 * (2 * slots + 6 * stages + 7)
            + slots * _WIDE_LISTED)
-    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 8 + 3 * stages + 2 * stages_v)
+    dq = ((4 + stages + stages_v) * operand + 4 * stages * _WIDE_ROWS + 8 * (2 * slots + 9 + 3 * stages + 2 * stages_v)
           + slots * _WIDE_DQ_LISTED)
     return round_up(dkv, 1024), round_up(dq, 1024)
 
@@ -165,7 +167,7 @@ def _wide(problem: BackwardProblem, device: Device, refused) -> Config:
     head_dim = _sm90_head_dim(problem)
     smem, dq_smem = _wide_smem(head_dim)
     if problem.varlen:
-        heads, heads_why = _heads_in_group(problem, device, 0, few=True)
+        heads, heads_why = _heads_in_group(problem, device, 0, few=_PACKED_FEW_HEADS)
     else:
         tiles, all_heads = -(-problem.seqlen_k // _WIDE_ROWS), max(1, problem.batch * problem.heads_k)
         heads, heads_why = heads_in_wave(device, tiles, _WIDE_FEW_HEADS, all_heads)
@@ -236,7 +238,7 @@ def _sm80_tile(problem: BackwardProblem, device: Device):
 def _sm80(problem: BackwardProblem, device: Device, refused) -> Config:
     (block_m, block_n, warps, group, stages, ds_stages, blocks, head_dim, head_dim_v, smem,
      why) = _sm80_tile(problem, device)
-    heads, heads_why = _heads_in_group(problem, device, head_dim, few=False)
+    heads, heads_why = _heads_in_group(problem, device, head_dim)
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v,
@@ -322,7 +324,7 @@ def _simt(problem: BackwardProblem, device: Device, refused) -> Config:
     words, head_dim, head_dim_v = _simt_sizes(problem)
     tile = _simt_tile(words, head_dim, head_dim_v, device.smem_optin)
     threads = tile.warps * 32
-    heads, heads_why = _heads_in_group(problem, device, head_dim, few=False)
+    heads, heads_why = _heads_in_group(problem, device, head_dim)
     vec = vec_bytes(problem.alignment, problem.dtype, problem.head_dim, problem.head_dim_v)
     out_vec = min(vec_bytes(problem.out_alignment, problem.dtype, problem.head_dim, problem.head_dim_v),
                   4 // words * ITEMSIZE[problem.dtype])

@@ -269,8 +269,8 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
     record["window_right"] = problem.window_right or 0
     tiles = record["num_tiles"] = num_tiles(problem, config)
     # Under a right mask a later query tile sees more keys, and an earlier key tile is seen by more queries. Without one all are
-    # as long. Of a packed batch the kernels know it.
-    short_last = config.short_tiles_last and problem.window_right is not None and not problem.varlen
+    # as long. Of a packed batch varlen_tiles counts them, if there are to be any.
+    short_last = config.short_tiles_last and (problem.window_right is not None or problem.varlen)
     record["num_short_tiles"] = tiles // 2 if short_last else 0
     record["heads_in_group"] = config.heads_in_group
     record["int64_lengths"] = problem.int64_lengths

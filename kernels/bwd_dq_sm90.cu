@@ -40,7 +40,7 @@ struct alignas(1024) SharedStorage {
   u8 sV[kStagesV][OperandLayout::kBytes];
   float key_poison[kStages][kRows];             // NaN for a key whose K held NaN or Inf; of partial tiles under a mask
   u64 work_ready[kSlots], work_free[kSlots], q_ready[kConsumers], q_free[kConsumers], dout_ready[kConsumers];
-  u64 dout_free[kConsumers], k_raw[kStages], k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
+  u64 dout_free[kConsumers], k_raw[kStages], k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV], nears_end;
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -50,7 +50,6 @@ static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on share
 DEV FwdParams by_queries(const BwdParams& p) {
   FwdParams f = p;
   f.num_tiles = (p.seqlen_q + kBlockM - 1) / kBlockM;
-  f.num_short_tiles = kMaskRight ? f.num_tiles / 2 : 0;
   f.heads_in_group = p.heads_in_group * (p.heads_q / p.heads_k);
   return f;
 }
@@ -58,7 +57,7 @@ DEV FwdParams by_queries(const BwdParams& p) {
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const FwdParams launched = by_queries(p);
   const auto take = [&] { return gridDim.x + (u32)atomicAdd(p.turns + 1, 1); };
-  plan<kQuerySide, false>(s, launched, false, take, [&](const Work& work, bool is_there, u32 slot) {
+  plan<kQuerySide, true>(s, launched, false, take, [&](const Work& work, bool is_there, u32 slot) {
     const Sequence seq(p, work);
     const HeadMask mask(p, seq.seqlen_q, seq.seqlen_k);
     const int first_row = work.tile * kBlockM;
@@ -107,6 +106,8 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     const volatile Tile& t = s.work[slot.stage];
     const int begin = uniform(t.begin), end = uniform(t.end);
     if (end < 0) return;
+    const int near_end = min(begin + kTakeAhead, end) - 1;
+    if (begin >= end && acts) mbarrier_arrive(shared_address(&s.nears_end));
     const auto load_q = [&](int c) {
       mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
       if (acts) load_operand(s.sQ[c], &p.q_map, s.q_ready[c], t.row_q + c * kRows, t.head, t.batch_axis);
@@ -118,6 +119,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     #pragma unroll 1
     for (int tile = end - 1; tile >= begin; tile--) {
       const int row = t.row_k + tile * kRows;
+      if (tile == near_end && acts) mbarrier_arrive(shared_address(&s.nears_end));
       mbarrier_wait(shared_address(&s.k_free[k.stage]), k.phase ^ 1);
       if (acts) load_operand(s.sK[k.stage], &p.k_map, s.k_raw[k.stage], row, t.head_k, t.batch_axis);
       if (tile == end - 1) {
@@ -353,6 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
       mbarrier_init(shared_address(&s.v_ready[i]), 1);
       mbarrier_init(shared_address(&s.v_free[i]), kConsumers);
     }
+    mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
   }
   __syncthreads();

@@ -1,6 +1,7 @@
 // The tiles of a packed batch in the order in which blocks take them: attn/schedule.cuh. One block of kThreads threads.
 //
-//   cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k [batch (+ 1)]  ->  tiles: how many, how many long, and each
+//   cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k [batch (+ 1)]  ->  tiles: how many, how many long (all, unless
+//     short ones come last: Config.short_tiles_last), and each
 //
 // Lengths are known on the device only, so the list is made there before the kernel that reads it. A counting sort by work,
 // the most first, so that a long sequence does not begin when short ones have left the chip:
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) varlen_tiles(const FwdPar
   if (threadIdx.x == 0) {
     const u32 listed = min((u32)num_tiles, (u32)max_tiles);
     p.tiles[0] = listed;
-    p.tiles[1] = min((u32)s.num_long, listed);
+    p.tiles[1] = p.num_short_tiles > 0 ? min((u32)s.num_long, listed) : listed;
     p.tiles[2] = 0;
   }
 
