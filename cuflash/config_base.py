@@ -65,8 +65,8 @@ class Config(Kernel):
     ``max_blocks``: its blocks take one tile after the other and are no more than these; 0: a block for each tile.
     ``counts_tiles``: they take the next one by a counter. ``dq_block_m``: query rows of a tile of the kernel that computes dq
     from the start, beside this one; 0: this one adds it up. ``short_tiles_last``: under a right mask the shorter half of the
-    tiles of a head comes behind those of all heads, not with its group; so do those of a packed batch that hold the last quarter of the
-    work. Blocks that take a tile when they are nearly free need no such filling.
+    tiles of a head comes behind those of all heads, not with its group; of a packed batch those with the last quarter of the
+    work. Blocks that take a tile when they are nearly free hardly need such filling.
     """
 
     tier: str

@@ -26,14 +26,14 @@ from .config_base import (
 from .problem import Problem
 
 
-def _heads_in_group(problem: Problem, device: Device, few: int = 1) -> tuple[int, str]:
-    """How many (batch, query head) pairs run together so that their K and V stay in half of the L2 cache; at least ``few``."""
+def _heads_in_group(problem: Problem, device: Device) -> tuple[int, str]:
+    """How many (batch, query head) pairs run together so that their K and V stay in half of the L2 cache."""
     group = problem.heads_q // problem.heads_k
     per_key_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     key_heads = max(1, device.l2_bytes // 2 // max(1, per_key_head))
-    heads = min(max(key_heads, -(-few // group)) * group, problem.batch_axis * problem.heads_q)
+    heads = min(key_heads * group, problem.batch_axis * problem.heads_q)
     return heads, (f"heads_in_group = {heads}  # K and V of a head take {per_key_head / 2**20:.1f} MiB, "
-                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}" + (f", but at least {few} heads" if few > 1 else ""))
+                   f"half of the L2 is {device.l2_bytes / 2**21:.0f}")
 
 
 # --------------------------------------------------------------------------------------------------------------- simt
@@ -325,7 +325,6 @@ def _refuse_sm90(problem: Problem, device: Device) -> str | None:
 
 
 _SM90_FEW_HEADS = 16        # (batch, query head) pairs that run together at least. Measured on the H200: docs/fwd_sm90.md
-_SM90_PACKED_FEW_HEADS = 4   # of packed batches, whose heads have the tiles of all sequences
 
 
 def _is_masked(problem: Problem) -> bool:
@@ -356,7 +355,7 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     head_dim, head_dim_v = _sm90_sizes(problem)
     tile = _sm90_tile(problem)
     if problem.varlen:          # tiles of one length come from many sequences: few heads keep those that share keys together
-        heads, heads_why = _heads_in_group(problem, device, _SM90_PACKED_FEW_HEADS)
+        heads, heads_why = _heads_in_group(problem, device)
     else:
         tiles, all_heads = -(-problem.seqlen_q // tile.block_m), problem.batch * problem.heads_q
         group = problem.heads_q // problem.heads_k
@@ -390,7 +389,7 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     )
     return Config("fwd_sm90", tuple(sorted(constants.items())), (tile.consumers + 1) * 128, smem, "sm90", tile.block_m,
                   tile.block_n, heads, reasons, refused, max_blocks=device.num_sms, counts_tiles=counts_tiles,
-                  short_tiles_last=False)
+                  short_tiles_last=problem.varlen)
 
 
 def around(problem: Problem, config: Config) -> tuple[Kernel, ...]:

@@ -128,9 +128,7 @@ def test_every_problem_has_a_config_on_every_device(problem_of, dtype, arch):
             stated = problem_of(dtype, head_dim, head_dim_v)
             made = choose(stated, device)
             assert_sound(made, stated, device)
-            assert made == choose(dataclasses.replace(stated), dataclasses.replace(device)), (
-                "same in, same out"
-            )
+            assert made == choose(dataclasses.replace(stated), dataclasses.replace(device)), "same in, same out"
             # The predicate, the refusals that a config carries and a forced tier say the same.
             better = TIERS[: TIERS.index(made.tier)]
             assert made.refused == tuple((tier, refusal(tier, stated, device)) for tier in better)
@@ -172,9 +170,7 @@ def test_older_gpus_get_plain_arithmetic(arch):
 def test_a_newer_gpu_gets_the_best_tier_it_can_run(capability):
     """wgmma is of 9.0 alone: neither of its successors nor of another of its major version."""
     for dtype, problem_of in itertools.product(("float16", "bfloat16"), (problem, backward)):
-        made = choose(
-            problem_of(dtype), dataclasses.replace(H200, compute_capability=capability, name="unheard of")
-        )
+        made = choose(problem_of(dtype), dataclasses.replace(H200, compute_capability=capability, name="unheard of"))
         if capability == (9, 0):
             assert made.tier == "sm90" and made.refused == ()
         else:
@@ -283,10 +279,7 @@ COMPILED_FOR = [
 )
 def test_what_the_kernel_is_compiled_for_changes_the_variant(problem_of, tier, change):
     base = problem_of()
-    assert (
-        choose(dataclasses.replace(base, **change), H200, tier).constants
-        != choose(base, H200, tier).constants
-    )
+    assert choose(dataclasses.replace(base, **change), H200, tier).constants != choose(base, H200, tier).constants
 
 
 def test_window_sides_are_told_apart():
@@ -303,9 +296,7 @@ def test_window_sides_are_told_apart():
     "scale, folded", [(0.125, True), (1e-20, True), (1e4, True), (0.0, False), (-0.5, False), (1e-44, False)]
 )
 def test_a_scale_is_folded_only_where_that_is_exact(scale, folded):
-    scores = {
-        dict(choose(problem(softmax_scale=scale, softcap=cap), H200).constants)["SCORE"] for cap in (0.0, 5.0)
-    }
+    scores = {dict(choose(problem(softmax_scale=scale, softcap=cap), H200).constants)["SCORE"] for cap in (0.0, 5.0)}
     assert scores == ({0, 2} if folded else {1, 2})
 
 
@@ -480,9 +471,7 @@ def test_force_tier_nests_and_ends():
     assert config.forced_tier() == before
 
 
-@pytest.mark.parametrize(
-    "value, expected", [("simt", "simt"), ("sm80", "sm80"), ("", "None"), (None, "None"), ("sm99", "sm99")]
-)
+@pytest.mark.parametrize("value, expected", [("simt", "simt"), ("sm80", "sm80"), ("", "None"), (None, "None"), ("sm99", "sm99")])
 def test_the_environment_forces_a_tier(value, expected):
     environment = {name: text for name, text in os.environ.items() if name != "CUFLASH_TIER"}
     if value is not None:
@@ -520,9 +509,7 @@ def test_the_grid_covers_every_row_of_every_head():
             assert launch.grid_of(stated, made) == (min(blocks, 132) if made.tier == "sm90" else blocks)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(), (0,), (1,) * 300, (1000,), (128, 128), (129, 0, 1, 127, 64), (64,) * 8, (0, 0, 65)]
-)
+@pytest.mark.parametrize("lengths", [(), (0,), (1,) * 300, (1000,), (128, 128), (129, 0, 1, 127, 64), (64,) * 8, (0, 0, 65)])
 @pytest.mark.parametrize("uncovered", [0, 1, 128, 1000])
 def test_the_tiles_of_a_packed_batch_fit_the_list(lengths, uncovered):
     total = sum(lengths) + uncovered
@@ -554,14 +541,10 @@ def test_a_grid_that_one_launch_cannot_hold():
     stated = problem(batch=65536, heads_q=32767, seqlen_q=1)
     assert [launch.grid_of(stated, made) for made in each_config(stated)] == [132, 65536 * 32767, 65536 * 32767]
     stated = backward(batch=65536, heads_k=65536, heads_q=65536, seqlen_k=1)
-    with pytest.raises(
-        ValueError, match="key tiles must be at most 2147483647; got 65536 .* 65536 .* 1: split the batch"
-    ):
+    with pytest.raises(ValueError, match="key tiles must be at most 2147483647; got 65536 .* 65536 .* 1: split the batch"):
         launch.grid_of(stated, choose(stated, H200))
     stated = backward(batch=65536, heads_q=32768, seqlen_q=1, seqlen_k=1, heads_k=1)
-    with pytest.raises(
-        ValueError, match=r"batch \* heads \* seqlen of q must be at most \d+; got 65536 \* 32768 \* 1: split"
-    ):
+    with pytest.raises(ValueError, match=r"batch \* heads \* seqlen of q must be at most \d+; got 65536 \* 32768 \* 1: split"):
         launch.steps_of(stated, choose(stated, H200))
 
 
@@ -579,9 +562,7 @@ def test_the_launches_of_a_call_in_their_order():
     assert list(launched(backward(head_dim=160))) == ["bwd_delta", "bwd_dkv_sm90", "bwd_dq_sm90"]
     stated = backward(head_dim=160, varlen=True)
     steps = launch.steps_of(stated, choose(stated, H200))
-    assert [kernel.kernel for kernel, _ in steps] == [
-        "varlen_tiles", "bwd_delta", "bwd_dkv_sm90", "varlen_tiles", "bwd_dq_sm90"
-    ]
+    assert [kernel.kernel for kernel, _ in steps] == ["varlen_tiles", "bwd_delta", "bwd_dkv_sm90", "varlen_tiles", "bwd_dq_sm90"]
     lists = [dict(kernel.constants) for kernel, _ in steps if kernel.kernel == "varlen_tiles"]
     assert [(made["SIDE"], made["TILE"]) for made in lists] == [(1, 64), (0, 128)], "the second takes the place of the first"
     assert launched(problem(varlen=True))["varlen_tiles"] == 1
@@ -594,9 +575,7 @@ def test_only_the_hopper_tier_has_an_arch_of_its_own():
         for stated in (problem_of(head_dim=head_dim, varlen=varlen),)
         for made in each_config(stated)
     ]
-    archs = {
-        kernel.kernel: launch.arch_of(kernel, "sm_90") for stated, made in calls for kernel in kernels_of(stated, made)
-    }
+    archs = {kernel.kernel: launch.arch_of(kernel, "sm_90") for stated, made in calls for kernel in kernels_of(stated, made)}
     for kernel in ("fwd_sm90", "bwd_sm90", "bwd_dkv_sm90", "bwd_dq_sm90"):
         assert archs.pop(kernel) == "sm_90a"
     assert set(archs.values()) == {"sm_90"} and {"varlen_tiles", "fwd_sm80", "bwd_sm80", "fwd_simt"} <= set(archs)
@@ -631,9 +610,7 @@ def test_no_kernel_is_launched_without_work():
     ],
 )
 def test_kernels_before_and_behind_fit_the_one_between(dtype, head_dim, head_dim_v, alignment):
-    stated = backward(
-        dtype, head_dim, head_dim_v, alignment=alignment, out_alignment=alignment, deterministic=True
-    )
+    stated = backward(dtype, head_dim, head_dim_v, alignment=alignment, out_alignment=alignment, deterministic=True)
     made = choose(stated, H200)
     delta, middle, cast = kernels_of(stated, made)
     itemsize = np.dtype("float16" if dtype == "bfloat16" else dtype).itemsize
@@ -715,9 +692,7 @@ def test_blocks_of_dq_are_no_more_than_its_tiles():
 
 @BOTH
 def test_the_params_record_says_what_the_problem_says(problem_of):
-    stated = problem_of(
-        head_dim=64, head_dim_v=80, window_left=7, window_right=9, softcap=2.0, softmax_scale=0.5
-    )
+    stated = problem_of(head_dim=64, head_dim_v=80, window_left=7, window_right=9, softcap=2.0, softmax_scale=0.5)
     names = ("q", "k", "v", "out") + (("dout", "dq", "dk", "dv") if problem_of is backward else ())
     strides = {name: (10**12 * i, -(2**40), 3 + i, 1) for i, name in enumerate(names)}
     made = choose(stated, H200)
@@ -748,9 +723,11 @@ def test_the_params_record_says_what_the_problem_says(problem_of):
     assert record["heads_in_group"] == made.heads_in_group
     if problem_of is backward:
         assert record["softmax_scale"] == 0.5 and record["num_query_tiles"] == -(-1000 // made.block_m)
-    for change in (dict(window_right=None), dict(varlen=True)):  # a packed batch counts its own
-        changed = dataclasses.replace(stated, **change)
-        assert launch.params_of(changed, choose(changed, H200), strides)["num_short_tiles"] == 0
+    unmasked, packed = (dataclasses.replace(stated, **change) for change in (dict(window_right=None), dict(varlen=True)))
+    assert launch.params_of(unmasked, choose(unmasked, H200), strides)["num_short_tiles"] == 0
+    # Packed it says whether there are any, which varlen_tiles then counts.
+    has_short = launch.params_of(packed, choose(packed, H200), strides)["num_short_tiles"] > 0
+    assert has_short == (problem_of is problem)
 
 
 def test_the_params_of_a_backward_begin_with_those_of_a_forward():
@@ -838,18 +815,12 @@ def prepared(stated, written, was_3d=False, tier=None, **given):
         "out": shapes["out"],
         "dout": shapes["out"],
     }
-    names = (
-        ("q", "k", "v", "out")
-        if written == ("out",)
-        else ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
-    )
+    names = ("q", "k", "v", "out") if written == ("out",) else ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv")
     views = {name: None for name in names}
     for i, name in enumerate(names):
         if name in sides and (name not in written or name in given):
             shape = sides[name]
-            views[name] = View(
-                shape, launch.contiguous_strides(shape), "float16", "cuda:0", (i + 1) << 30, "cupy", was_3d
-            )
+            views[name] = View(shape, launch.contiguous_strides(shape), "float16", "cuda:0", (i + 1) << 30, "cupy", was_3d)
     return launch.Prepared(stated, views | given, written, 0, 7, tier)
 
 
@@ -1009,7 +980,10 @@ def test_a_hopper_backward_describes_its_arrays_to_the_driver(driver, head_dim, 
     call = prepared(backward("float16", head_dim, head_dim_v), GRADIENTS)
     assert [made.pointer for made in driver.maps.encoded] == [1 << 30, 2 << 30, 3 << 30, 6 << 30]
     assert [made.sizes for made in driver.maps.encoded] == [
-        (head_dim, 1000, 8, 2), (head_dim, 1000, 2, 2), (head_dim_v, 1000, 2, 2), (head_dim_v, 1000, 8, 2)
+        (head_dim, 1000, 8, 2),
+        (head_dim, 1000, 2, 2),
+        (head_dim_v, 1000, 2, 2),
+        (head_dim_v, 1000, 8, 2),
     ]
     assert [made.box[:2] for made in driver.maps.encoded] == boxes
     places = [made.place for made in driver.maps.encoded]
@@ -1027,9 +1001,7 @@ def test_a_backward_is_three_launches_over_one_record(driver):
     call = prepared(backward(deterministic=True), GRADIENTS)
     assert call.written_shapes == [(2, 1000, 8, 64), (2, 1000, 2, 64), (2, 1000, 2, 64)]
     offsets = call.scratch_offsets
-    assert list(offsets) == ["rows", "dq_sum", "turns"] and all(
-        offset % 256 == 0 for offset in offsets.values()
-    )
+    assert list(offsets) == ["rows", "dq_sum", "turns"] and all(offset % 256 == 0 for offset in offsets.values())
     sizes = launch.scratch_of(call.problem, choose(call.problem, H200))
     ends = [offsets[name] + sizes[name] for name in offsets]
     assert ends[0] <= offsets["dq_sum"] and ends[1] <= offsets["turns"] and ends[2] <= call.scratch_bytes
@@ -1043,9 +1015,7 @@ def test_a_backward_is_three_launches_over_one_record(driver):
         assert [int(step[5][name]) for name in (*first, *second)] == list(range(1, 19))
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(batch=0), dict(seqlen_q=0, seqlen_k=0), dict(heads_q=0, heads_k=0)], ids=str
-)
+@pytest.mark.parametrize("changes", [dict(batch=0), dict(seqlen_q=0, seqlen_k=0), dict(heads_q=0, heads_k=0)], ids=str)
 def test_nothing_to_write_is_no_launch(driver, changes):
     for stated, written in ((problem(**changes), ("out",)), (backward(**changes), GRADIENTS)):
         call = prepared(stated, written)
@@ -1071,9 +1041,7 @@ def test_a_launch_that_fails_names_its_kernel(driver, monkeypatch):
 
 def test_addresses_that_may_overlap(driver):
     size = 2 * 1000 * 8 * 64 * 2
-    out = View(
-        (2, 1000, 8, 64), launch.contiguous_strides((2, 1000, 8, 64)), "float16", "cuda:0", 1 << 40, "cupy"
-    )
+    out = View((2, 1000, 8, 64), launch.contiguous_strides((2, 1000, 8, 64)), "float16", "cuda:0", 1 << 40, "cupy")
     call = prepared(problem(), ("out",), out=out)
     assert call.writes_given and not prepared(problem(), ("out",)).writes_given
     for place, expected in ((0, True), (size, False), (size - 2, True), (1 << 40, False)):
