@@ -344,11 +344,11 @@ def _sm90_tile(problem: Problem) -> _Sm90Tile:
 
 
 def _sm90_smem(problem: Problem, stages: int) -> int:
-    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch, flags of V."""
+    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch."""
     (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
-    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2 + 1), 16)
-    return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
+    barriers = round_up(8 * (2 * tile.consumers + 4 * stages + 2 * 2 + 1), 16)
+    return round_up(arrays + barriers + 2 * round_up(74 + 16 * tile.consumers, 16), 1024)
 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:
