@@ -307,7 +307,7 @@ _SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _S
                (192, 128): _Sm90Tile(2, 96, False), 256: _Sm90Tile(2, 80, True)}
 # Those for sequences of few rows in the mean, and up to how many, without and with a mask: less of a tile lies past the ends of
 # sequences, or is masked.
-_SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 2048), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
+_SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 1024), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
 _SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
 
 
