@@ -307,7 +307,7 @@ _SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _S
                (192, 128): _Sm90Tile(2, 96, False), 256: _Sm90Tile(2, 80, True)}
 # Those for sequences of few rows in the mean, and up to how many, without and with a mask: less of a tile lies past the ends of
 # sequences, or is masked.
-_SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 2048), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
+_SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 1024), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
 _SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
 
 
@@ -344,11 +344,11 @@ def _sm90_tile(problem: Problem) -> _Sm90Tile:
 
 
 def _sm90_smem(problem: Problem, stages: int) -> int:
-    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch, flags of V."""
+    """Bytes of SharedStorage of kernels/fwd_sm90.cu: Q, K and V, barriers, tiles of the launch."""
     (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
-    barriers = round_up(8 * (2 * tile.consumers + 5 * stages + 2 * 2 + 1), 16)
-    return round_up(arrays + barriers + 2 * round_up(72 + 16 * tile.consumers, 16) + 2 * stages, 1024)
+    barriers = round_up(8 * (2 * tile.consumers + 4 * stages + 2 * 2 + 1), 16)
+    return round_up(arrays + barriers + 2 * round_up(74 + 16 * tile.consumers, 16), 1024)
 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:

@@ -285,8 +285,13 @@ def params_of(problem: Problem, config: Config, strides: dict[str, tuple[int, ..
     return record
 
 
-def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
-    """(columns, rows) of what one copy takes of each array that has a tensor map, in the order of the maps."""
+_FORWARD_PROMOTED = 128     # bytes; 256 are slower by up to 3% where sequences are short: docs/fwd_sm90.md
+
+
+def boxes_of(config: Config) -> dict[str, tuple[int, ...]]:
+    """(columns, rows) of what one copy takes of each array that has a tensor map, in the order of the maps; what else
+    `tma.encode` takes behind them.
+    """
     constants = dict(config.constants)
     if config.kernel == "bwd_dkv_sm90":                 # bwd_dq_sm90 has the same
         return dict.fromkeys(_TENSOR_MAPS, (panel_of(constants["HEAD_DIM"]), config.block_m))
@@ -297,7 +302,8 @@ def boxes_of(config: Config) -> dict[str, tuple[int, int]]:
     if config.kernel == "decode_sm90":
         return {"k": (panel_of(constants["HEAD_DIM"]), config.block_n)} if constants["TMA"] else {}
     panel, panel_v = panel_of(constants["HEAD_DIM"]), panel_of(constants["HEAD_DIM_V"])
-    return {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
+    boxes = {"q": (panel, 64), "k": (panel, config.block_n), "v": (panel_v, config.block_n)}
+    return {name: (*box, _FORWARD_PROMOTED) for name, box in boxes.items()}
 
 
 # -------------------------------------------------------------------------------------------------------------- launches
@@ -353,7 +359,7 @@ class Launch:
 class TensorMaps:
     """Maps that follow the pointers of a call. ``boxes``: of each array that has one (boxes_of); ``address``: of the first."""
 
-    def __init__(self, address: int, views: dict[str, View], boxes: dict[str, tuple[int, int]]):
+    def __init__(self, address: int, views: dict[str, View], boxes: dict[str, tuple[int, ...]]):
         pointers = (*_FORWARD_POINTERS, *_BACKWARD_POINTERS)
         # (address, place among the pointers, pointer) of each
         self._maps = [[address + i * tma.MAP_BYTES, pointers.index(name), views[name].ptr] for i, name in enumerate(boxes)]
@@ -372,7 +378,7 @@ class TensorMaps:
 class TmaLaunch(Launch):
     """As Launch, with tensor maps behind the params. ``counts``: tiles are counted from 0 in the list's header."""
 
-    def __init__(self, steps, loaded, params, num_pointers: int, views: dict[str, View], boxes: dict[str, tuple[int, int]],
+    def __init__(self, steps, loaded, params, num_pointers: int, views: dict[str, View], boxes: dict[str, tuple[int, ...]],
                  counts: bool):
         super().__init__(steps, loaded, params, num_pointers)
         from cupy_backends.cuda.api.runtime import memsetAsync
@@ -392,7 +398,7 @@ class BackwardLaunch(Launch):
     maps, behind the params.
     """
 
-    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, int]]):
+    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, ...]]):
         super().__init__(steps, loaded, params, len(_FORWARD_POINTERS))
         self._write_own = self._writer(len(_BACKWARD_POINTERS), FWD_PARAMS.itemsize)
         self._maps = TensorMaps(ctypes.addressof(self._params) + BWD_TENSOR_MAPS_OFFSET, views, boxes) if boxes else None
@@ -411,7 +417,7 @@ class DecodeLaunch(Launch):
     the cache if it has a tensor map, behind the params.
     """
 
-    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, int]], early: bool):
+    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, ...]], early: bool):
         super().__init__(steps, loaded, params, 5, early)
         self._write_own = self._writer(len(_DECODE_POINTERS), FWD_PARAMS.itemsize)
         self._write_length = functools.partial(struct.Struct("=i").pack_into, self._params, _FIXED_SEQLEN_OFFSET)

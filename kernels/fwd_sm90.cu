@@ -3,17 +3,20 @@
 //   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
 //
 // A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
-// one warp plans, one loads by TMA and two look for NaN; each of the kConsumers other warpgroups owns 64 rows from Q to O.
+// one warp plans and one loads by TMA; each of the kConsumers other warpgroups owns 64 rows from Q to O.
 //   work_ready[i]:  planner -> all, which tile is next                  work_free[i]: all -> planner, they have done with it
 //   nears_end:      loader -> planner, few key tiles are left to load: time to take the next tile
 //   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
 //   k_ready[s]:     loader -> consumers, a key tile of K has landed     k_free[s]: back, all have multiplied by it
-//   v_ready[s], v_free[s]: the same of V                                v_checked[s]: checkers -> consumers, v_poisoned is there
+//   v_ready[s], v_free[s]: the same of V
 // Key tiles come last first. In one step a consumer starts S = Q K^T of the next key tile and O += P V of this one, and computes
 // P of the next while PV is running (FlashAttention-3, Shah et al. 2024, Algorithm 2). Beside the last O of a tile begins the
 // first S of the next. A consumer skips key tiles that none of its rows sees. Consumers take turns to start products (kTurns),
 // so that the softmax of one runs beside the products of another.
 // The running max lags: it moves only when a logit would exceed it by kMaxLag, so O is seldom rescaled.
+// V under a mask is taken to be finite: NaN and Inf of a key times P = 0 are NaN, so a tile whose O is finite had none. One whose O
+// is not comes again by the planner, and with it all later tiles of the block are computed with care: V of partly masked key tiles
+// is looked through, and what is not finite goes to the rows that see it. The bits of a row are the same either way.
 // Not here: arrays that TMA cannot address (fwd_sm80). What was tried, and what a step costs: docs/fwd_sm90.md.
 #include "attn/mask.cuh"
 #include "attn/params.cuh"
@@ -62,13 +65,18 @@ struct alignas(16) Tile {
   TileRange own[kConsumers];                    // that the rows of a consumer see; begin = end = keys.begin: none
   int seqlen_q, seqlen_k;
   int first_q, first_k, head_k;                 // for TMA: its first row, row 0 of the keys
-  Work work;                                    // batch < 0: there is no more
+  Work work;                                    // batch < 0: none, kNoneYet or kNoMore
+  bool is_careful;                              // V is looked through
+  bool not_finite;                              // some of its O, as consumers found
   DEV int first_row() const { return work.tile * kBlockM; }
+  // Whether what is not finite may have come from keys that its rows do not see.
+  DEV bool is_doubtful() const { return not_finite && !is_careful && (keys.begin < keys.full_begin || keys.full_end < keys.end); }
 };
+// One of those that are being computed may come again; none does.
+constexpr int kNoneYet = -1, kNoMore = -2;
 
 // Without a mask, and a batch that is not packed, the only keys that no row sees are the zeros past the end.
 constexpr bool kChecksV = kMaskLeft || kMaskRight || kVarlen;
-constexpr int kCheckers = 2;                    // warps
 constexpr int kSlots = 2;                       // for tiles of the launch: one that is computed, the next
 
 struct alignas(1024) SharedStorage {
@@ -76,9 +84,8 @@ struct alignas(1024) SharedStorage {
   u8 sK[kStages][KLayout::kBytes];
   u8 sV[kStages][VLayout::kBytes];
   u64 q_ready[kConsumers], q_free[kConsumers], k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
-  u64 v_checked[kStages], work_ready[kSlots], work_free[kSlots], nears_end;
+  u64 work_ready[kSlots], work_free[kSlots], nears_end;
   Tile work[kSlots];
-  alignas(2) bool v_poisoned[kStages][kCheckers];               // whether one found NaN or Inf in a partly masked tile of V
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
 
@@ -108,10 +115,19 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
   u32 idx = blockIdx.x;
   Ring<kSlots> slot;
+  bool is_careful = false, is_drained = !kChecksV;              // no tile but those in the slots can come, or come again
+  const auto publish = [&] {
+    if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
+    __syncwarp();
+    slot.next();
+  };
+  const auto await_end = [&] {                  // as many phases as tiles before the next
+    if (kVarlen || p.tiles) mbarrier_wait(shared_address(&s.nears_end), slot.stage ^ 1);
+  };
   #pragma unroll 1
   while (true) {
     const bool is_there = idx < num_work(p);
-    Work work = {0, 0, -1, {}, {}};
+    Work work = {0, 0, is_drained ? kNoMore : kNoneYet, {}, {}};
     if (is_there) work = work_of_block<kQuerySide>(idx, p);
     const Sequence seq(p, work);
     const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, first_row = work.tile * kBlockM, head_k = seq.head_k(work.head);
@@ -119,19 +135,28 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       // Q goes to the L2 cache while its place is still taken: from memory it would come late.
       for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
     }
-    Tile& t = s.work[slot.stage];
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+    #pragma unroll 1
+    while (kChecksV && uniform(s.work[slot.stage].is_doubtful())) {     // it comes again, before the next
+      is_careful = true;
+      if (acts) s.work[slot.stage].is_careful = true;
+      publish();
+      await_end();
+      mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
+    }
+    Tile& t = s.work[slot.stage];
     if (acts) {
       t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k;
       t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k;
       t.work = work;
+      t.is_careful = is_careful, t.not_finite = false;
     }
     const HeadMask mask(p, seqlen_q, seqlen_k);
     #pragma unroll 1
     for (int c = -1; c < kConsumers; c++) {     // -1: of the block
       const int row = first_row + max(c, 0) * 64, end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
       TileRange keys = {};
-      if (row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
+      if (is_there && row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
       if (acts && c < 0) {
         t.keys = keys;
         if (kPrefetchKeys && keys.begin < keys.end) {
@@ -143,15 +168,15 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       if (keys.begin >= keys.end) keys.begin = keys.end = t.keys.begin;
       if (acts && c >= 0) t.own[c] = keys;
     }
-    if (acts) mbarrier_arrive(shared_address(&s.work_ready[slot.stage]));
-    __syncwarp();
-    slot.next();
-    if (!is_there) return;
-    u32 next = idx;
-    if (kVarlen || p.tiles) {
-      mbarrier_wait(shared_address(&s.nears_end), slot.stage ^ 1);      // as many phases as tiles before the next
-      if (acts) next = atomicAdd((u32*)p.tiles + 2, 1);
+    publish();
+    if (!is_there && is_drained) return;
+    await_end();
+    if (!is_there) {
+      is_drained = true;
+      continue;
     }
+    u32 next = idx;
+    if ((kVarlen || p.tiles) && acts) next = atomicAdd((u32*)p.tiles + 2, 1);
     idx = uniform(next) + gridDim.x;
   }
 }
@@ -173,7 +198,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     const Tile& t = s.work[slot.stage];
     const int batch = uniform(t.work.batch), head = t.work.head, head_k = t.head_k, first_q = t.first_q, first_k = t.first_k;
     const int begin = uniform(t.keys.begin), end = uniform(t.keys.end), array_batch = kVarlen ? 0 : batch;
-    if (batch < 0) return;
+    if (batch == kNoMore) return;
     __syncwarp();
     if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
     slot.next();
@@ -215,36 +240,6 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
         }
       }
       if (tile > begin) k.next();
-    }
-  }
-}
-
-// The checkers look through the partly masked tiles of V, each warp through its part.
-DEV void check_tiles(SharedStorage& s) {
-  const int warp = uniform(thread_index() / 32) - 2;
-  const bool speaks = thread_index() % 32 == 0;
-  Ring<kSlots> slot;
-  Ring<kStages> kv;
-  while (true) {
-    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
-    const int batch = s.work[slot.stage].work.batch;
-    const TileRange keys = s.work[slot.stage].keys;
-    __syncwarp();
-    if (speaks) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
-    slot.next();
-    if (batch < 0) return;
-    #pragma unroll 1
-    for (int tile = keys.end - 1; tile >= keys.begin; tile--, kv.next()) {
-      mbarrier_wait(shared_address(&s.v_ready[kv.stage]), kv.phase);
-      bool found = false;
-      if (keys.is_partial(tile))
-        found = __any_sync(0xffffffff, scan_nonfinite<Element, VLayout::kBytes, kCheckers * 32, false>(
-                                           shared_address(s.sV[kv.stage]), thread_index() - 64));
-      if (speaks) {
-        s.v_poisoned[kv.stage][warp] = found;
-        mbarrier_arrive(shared_address(&s.v_checked[kv.stage]));
-        mbarrier_arrive(shared_address(&s.v_free[kv.stage]));
-      }
     }
   }
 }
@@ -298,8 +293,9 @@ DEV void clear_tile(u32 v_tile, const Tile& t, int tile) {
   barrier_sync(barrier, count * 128);
 }
 
-// Writes the 16 rows of a warp.
-DEV void write_out(const Output& rO, const RowStats& rows, const FwdParams& p, const Work& work) {
+// Writes the 16 rows of a warp. Whether any of this lane's part is not finite, but in rows with a logit of NaN, which are NaN
+// whatever V is.
+DEV bool write_out(const Output& rO, const RowStats& rows, const FwdParams& p, const Work& work) {
   const Sequence seq(p, work);
   const u32 lane = thread_index() % 32;
   const int own_row = warp_row(), first_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64 + own_row;
@@ -314,9 +310,11 @@ DEV void write_out(const Output& rO, const RowStats& rows, const FwdParams& p, c
     if (p.lse && lane % 4 == 0 && row < seq.rows_q)
       gLse[row] = sum == 0.f ? -infinity(0.f) : (rows.max[r] + log2f(sum)) * 0.6931471806f;
   }
+  bool not_finite = false;
   #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = first_row + r * 8 + lane / 4, column = lane % 4 * 8;
+    u32 found[2] = {};
     char* gO = (char*)(seq.query_rows((Element*)p.out, p.out_strides, work.head) + row * p.out_strides.row + column);
     #pragma unroll
     for (int d = 0; d < kHeadDimV / 8; d += 4) {
@@ -325,12 +323,15 @@ DEV void write_out(const Output& rO, const RowStats& rows, const FwdParams& p, c
       for (int j = 0; j < 4; j++) {
         word[j] = pack2<Element>(rO[0][d + j][2 * r] * inverse[r], rO[0][d + j][2 * r + 1] * inverse[r]);
         if (kVarlen && inverse[r] == 0.f) word[j] = 0;          // of a row that takes no part O is anything
+        if (kChecksV) found[j % 2] = fma2<Element>(word[j], 0, found[j % 2]);   // NaN and Inf times 0 are NaN
       }
       const Chunk c = transpose_quad(word, lane % 4);
       if constexpr (kWholeHeads && kOutVecBytes == 16) store_global_if(row < seq.rows_q, gO + d * 16, c);
       else if (row < seq.rows_q) store_chunk<kOutVecBytes>(gO + d * 16, c, kWholeHeads ? 16 : (p.head_dim_v - d * 8 - column) * 2);
     }
+    not_finite |= row < seq.rows_q && inverse[r] == inverse[r] && ((found[0] | found[1]) & 0x7fff7fff);
   }
+  return not_finite;
 }
 
 // Writes the rows of a consumer, or of all, of which none sees a key.
@@ -357,6 +358,7 @@ struct Position {
   TileRange keys;                               // of the block
   TileRange own;                                // of the consumer's own rows: the block's others it skips
   int first_row;                                // of the warp
+  bool is_careful;
 };
 
 // The consumer, a warpgroup.
@@ -370,7 +372,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   Ring<kSlots> slot;
   Ring<1> q_ring;
   Ring<kStages> k_ring, v_ring;
-  Position at = {HeadMask(p, 0, 0), {}, {}, 0};
+  Position at = {HeadMask(p, 0, 0), {}, {}, 0, false};
   RowStats rows;
   Scores rS;
   Weights rP;
@@ -388,11 +390,12 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   const auto look = [&] {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const Tile& t = s.work[slot.stage];
-    if (uniform(t.work.batch) < 0) return false;
+    if (uniform(t.work.batch) == kNoMore) return false;
     at.mask = HeadMask(p, t.seqlen_q, t.seqlen_k);
     at.keys = uniform(t.keys);
     at.own = uniform(t.own[consumer]);
     at.first_row = t.first_row() + (int)((thread_index() - 128) / 32) * 16;
+    at.is_careful = kChecksV && uniform(t.is_careful);
     return true;
   };
   // To the next tile in which any row of the block sees a key; writes out those on the way. False: there is none.
@@ -400,16 +403,13 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     while (look()) {
       if (at.keys.begin < at.keys.end) return true;
       const Work work = s.work[slot.stage].work;
-      write_empty(p, work, work.tile * kBlockM, kBlockM, thread_index() - 128, kConsumers * 128);
+      if (work.batch >= 0) write_empty(p, work, work.tile * kBlockM, kBlockM, thread_index() - 128, kConsumers * 128);
       free_slot(slot.stage);
       slot.next();
     }
     return false;
   };
-  // V has landed and, if they look at it, been checked: they wait for its landing themselves.
-  const auto await_v = [&] {
-    mbarrier_wait(shared_address(kChecksV ? &s.v_checked[v_ring.stage] : &s.v_ready[v_ring.stage]), v_ring.phase);
-  };
+  const auto await_v = [&] { mbarrier_wait(shared_address(&s.v_ready[v_ring.stage]), v_ring.phase); };
   const auto my_turn = [&] { if (kTurns) barrier_sync(1 + consumer, 256); };
   const auto your_turn = [&] { if (kTurns) barrier_arrive(1 + (consumer + 1 == kConsumers ? 0 : consumer + 1), 256); };
   // Q's descriptors depend on the stage too, by nothing: computed before the loop they would not all find uniform registers.
@@ -445,12 +445,13 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     wgmma_pin(flat(rO[0]));
     free_v();
   };
-  // Whether the next tile of V has NaN or Inf to be taken apart from it.
+  // Whether the next tile of V has NaN or Inf to be taken apart from it. Consumers that see it all look before one changes it.
   const auto is_poisoned = [&](int tile) {
     if constexpr (!kChecksV) return false;
-    if (!at.keys.is_partial(tile)) return false;
+    if (!at.is_careful || !at.keys.is_partial(tile)) return false;
     await_v();
-    return *(const u16*)s.v_poisoned[v_ring.stage] != 0;
+    return barrier_or(4 + consumer, 128, scan_nonfinite<Element, VLayout::kBytes, 128, false>(
+                                             shared_address(s.sV[v_ring.stage]), thread_index() % 128));
   };
   // Key tiles that no row of this consumer sees: their barriers are kept, as the others count on them.
   const auto skip_k = [&] {
@@ -549,8 +550,8 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       }
     };
     // From plain_begin to plain_end a step has neither a V to look through nor an S to mask. A loop of its own: it is shorter.
-    const int plain_begin = max(max(at.own.full_begin + 1, at.keys.full_begin), at.own.begin + 1);
-    const int plain_end = min(at.own.full_end + 1, at.keys.full_end);
+    int plain_begin = max(at.own.full_begin, at.own.begin) + 1, plain_end = at.own.full_end + 1;
+    if (at.is_careful) plain_begin = max(plain_begin, at.keys.full_begin), plain_end = min(plain_end, at.keys.full_end);
     while (true) {
       take_apart(tile);
       if (tile == at.own.begin) break;
@@ -563,7 +564,8 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     const RowStats finished = rows;
     const u32 finished_slot = slot.stage;
     const auto write_finished = [&] {
-      write_out(rO, finished, p, s.work[finished_slot].work);
+      const bool not_finite = write_out(rO, finished, p, s.work[finished_slot].work);
+      if (kChecksV && not_finite) s.work[finished_slot].not_finite = true;
       free_slot(finished_slot);
     };
     my_turn();
@@ -621,7 +623,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; i++) {
       mbarrier_init(shared_address(&s.work_ready[i]), 1);
-      mbarrier_init(shared_address(&s.work_free[i]), 1 + kConsumers * 4 + kChecksV * kCheckers);
+      mbarrier_init(shared_address(&s.work_free[i]), 1 + kConsumers * 4);
+      s.work[i].not_finite = false;
     }
     for (int i = 0; i < kConsumers; i++) {
       mbarrier_init(shared_address(&s.q_ready[i]), 1);
@@ -631,8 +634,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.k_ready[i]), 1);
       mbarrier_init(shared_address(&s.v_ready[i]), 1);
       mbarrier_init(shared_address(&s.k_free[i]), kConsumers);
-      mbarrier_init(shared_address(&s.v_free[i]), kConsumers + kChecksV * kCheckers);
-      mbarrier_init(shared_address(&s.v_checked[i]), kCheckers);
+      mbarrier_init(shared_address(&s.v_free[i]), kConsumers);
     }
     mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
@@ -644,7 +646,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) load_tiles(s, p);
     else if (warp == 1) plan_tiles(s, p);
-    else if constexpr (kChecksV) check_tiles(s);
   } else {
     set_more_registers<kConsumerRegisters>();
     attend(s, p, warpgroup - 1);

@@ -152,6 +152,12 @@ def test_a_map_of_bfloat16_in_narrow_panels(driver, place):
     assert made.box == (32, 64, 1, 1) and made.sizes == (96, 7, 2, 1)
 
 
+def test_a_map_by_which_less_is_read_ahead(driver, place):
+    tma.encode(place, view((1, 7, 2, 96)), 64, 64, 128)
+    (made,) = driver.encoded
+    assert made.promotion == 2
+
+
 @pytest.mark.parametrize(
     "shape, strides, expected",
     [

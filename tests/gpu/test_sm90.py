@@ -398,6 +398,26 @@ def test_values_that_no_row_sees(backend):
         assert_same(backend, compute(backend, q, k, v, window=(100, 30)), clean, heads)
 
 
+@pytest.mark.parametrize("mask", ["causal", "window"])
+@pytest.mark.parametrize("heads", ["64", "128", "256"])
+def test_tiles_that_come_again(backend, heads, mask):
+    """NaN that some rows do not see, among the first, the last or all tiles of the blocks: the bits that zeros in their place
+    give."""
+    batch = enough(-(-500 // config_of(heads, 500).block_m), 2)
+    q, k, v = inputs(DTYPE, batch=batch, seqlen_q=500, heads_q=2, heads_k=1, **HEADS[heads])
+    v[:, -1] = 0
+    clean = compute(backend, q, k, v, **MASKS[mask])
+    rows = visible(500, 500, 499, MASKS[mask])
+    for which in (slice(1), slice(batch - 1, None), slice(0, None, 7), slice(None)):
+        poisoned = v.copy()
+        poisoned[which, -1] = np.nan
+        result, lse = compute(backend, q, k, poisoned, **MASKS[mask])
+        hit = np.isnan(result[which].astype(np.float64))
+        assert (hit == rows[None, :, None, None]).all(), which
+        result[which] = np.where(hit, clean[0][which], result[which])
+        assert_same(backend, (result, lse), clean, str(which))
+
+
 POISONED = Lengths((130, 300, 65, 1), (200, 420, 65, 5), spare_q=20, spare_k=30)
 
 
