@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,8 @@ TARGET_CALL_US, TARGET_DECODE_US, TARGET_FIRST_S, TARGET_WARM_MS = 25.0, 30.0, 5
 
 CALLS_IN_A_ROW = 16
 ROW = f"cuflash.torch.attention, {CALLS_IN_A_ROW} in a row"
+SDPA = "torch SDPA"  # whichever backend PyTorch takes
+BLOCK = "block of a transformer, {}"  # with the attention of one of these
 # By how many microseconds a call may take longer than another.
 TARGETS_BESIDE_US = {
     "cuflash.torch.attention": ("attention, cupy", 5.0),
@@ -44,6 +47,7 @@ TARGETS_BESIDE_US = {
     "cuflash.torch.attention, compiled": ("cuflash.torch.attention", 0.0),
     f"{ROW}, compiled": (ROW, 0.0),
     f"{ROW}, compiled, CUDA graphs": (ROW, 0.0),
+    f"{BLOCK.format('cuflash')}, compiled": (BLOCK.format("cuflash"), 0.0),
 }
 
 TINY = Case("overhead", "bfloat16", 1, 64, 64, 8, 8, 64, 64)
@@ -52,8 +56,8 @@ TINY_DECODE = DecodeCase("overhead", "bfloat16", 4, 1, 64, 8, 2, 64, 64, causal=
 TINY_PAGED = replace(TINY_DECODE, page_size=16, appended=1)
 
 
-def host_time(call, calls: int, synchronise) -> dict:
-    """Microseconds of host time a call; the queue is emptied every 100 calls, so that it never fills."""
+def host_time(call, calls: int, synchronise, every: int = 100) -> dict:
+    """Microseconds of host time a call; the queue is emptied after so many calls, so that it never fills."""
     for _ in range(200):
         call()
     synchronise()
@@ -62,7 +66,7 @@ def host_time(call, calls: int, synchronise) -> dict:
         start = clock()
         call()
         nanoseconds.append(clock() - start)
-        if number % 100 == 99:
+        if number % every == every - 1:
             synchronise()
     nanoseconds.sort()
     return {
@@ -170,7 +174,8 @@ def subjects(torch) -> dict:
 
 
 def of_cuflash_torch(torch) -> dict:
-    """As subjects, of what models call: without gradients, recording them, and compiled, one call and several in a row."""
+    """As subjects, of what models call: without gradients, recording them, and compiled, one call, several in a row, and beside
+    the rest of a transformer's block; and the same of PyTorch's own attention."""
     import cuflash.torch as flash
 
     def plain(function, case, wants_grad=False):
@@ -189,37 +194,72 @@ def of_cuflash_torch(torch) -> dict:
         arrays = make_arrays(TINY_DECODE, "torch")
         return lambda: flash.attention_with_kvcache(arrays.q, arrays.k, arrays.v, **arrays.given)
 
-    def row(**options):
-        arrays = make_arrays(TINY, "torch")
+    def block_by(attend):
+        """A norm, projections to q, k and v, attention, and the projection of its results, of 64 tokens."""
+        q = make_arrays(TINY, "torch").q
+        width = TINY.heads_q * TINY.head_dim
+        like = {"dtype": q.dtype, "device": q.device}
+        norm = torch.nn.LayerNorm(width, **like).requires_grad_(False)
+        into, onto = (torch.nn.Linear(width, n * width, bias=False, **like).requires_grad_(False) for n in (3, 1))
+        x = q.flatten(2)
 
+        def run(x):
+            q, k, v = into(norm(x)).unflatten(-1, (3, TINY.heads_q, TINY.head_dim)).unbind(2)
+            return x + onto(attend(q, k, v).flatten(2))
+
+        return run, (x,)
+
+    def one_of(attend):
+        arrays = make_arrays(TINY, "torch")
+        return attend, (arrays.q, arrays.k, arrays.v)
+
+    def row_of(attend):
         def run(q, k, v):
             for _ in range(CALLS_IN_A_ROW):
-                q = flash.attention(q, k, v)
+                q = attend(q, k, v)
             return q
 
-        run = torch.compile(run, fullgraph=True, **options) if options else run
-        return lambda: run(arrays.q, arrays.k, arrays.v)
+        return run, one_of(attend)[1]
 
-    compiled = torch.compile(flash.attention, fullgraph=True)
-    return {
+    def called(make, attend, **options):
+        run, given = make(attend)
+        run = torch.compile(run, fullgraph=True, **options) if options else run
+        return lambda: run(*given)
+
+    def sdpa(q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2)
+
+    found = {
         "cuflash.torch.attention": lambda: plain(flash.attention, TINY),
         "cuflash.torch.attention_varlen": lambda: plain(flash.attention_varlen, TINY_PACKED),
         "cuflash.torch.attention_with_kvcache": on_cache,
         "cuflash.torch.attention, recorded": lambda: plain(flash.attention, TINY, wants_grad=True),
         "cuflash.torch.attention, forward and backward": step,
-        "cuflash.torch.attention, compiled": lambda: plain(compiled, TINY),
-        ROW: row,
-        f"{ROW}, compiled": lambda: row(mode="default"),
-        f"{ROW}, compiled, CUDA graphs": lambda: row(mode="reduce-overhead"),
     }
+    default, graphs = {"mode": "default"}, {"mode": "reduce-overhead"}
+    for name, make, attend in (
+        ("cuflash.torch.attention", one_of, flash.attention),
+        (ROW, row_of, flash.attention),
+        (BLOCK.format("cuflash"), block_by, flash.attention),
+        (SDPA, one_of, sdpa),
+        (f"{SDPA}, {CALLS_IN_A_ROW} in a row", row_of, sdpa),
+        (BLOCK.format("SDPA"), block_by, sdpa),
+    ):
+        variants = {"": {}, ", compiled": default} | ({} if make is one_of else {", compiled, CUDA graphs": graphs})
+        for end, options in variants.items():
+            found.setdefault(name + end, functools.partial(called, make, attend, **options))
+    return found
 
 
-def repeated_calls(device_id: int, calls: int, say) -> dict:
-    """Host times of all subjects. One that fails has its reason."""
+def repeated_calls(device_id: int, calls: int, say, rows: str = "") -> dict:
+    """Host times of all subjects in whose names ``rows`` is found. One that fails has its reason."""
     torch = _torch()
     results = {}
     with shared_stream(device_id, torch) as stream:
         for name, prepare in subjects(torch).items():
+            if not re.search(rows, name):
+                continue
             try:
                 call = prepare()
                 if name == "torch SDPA flash":  # the backend is chosen outside: choosing it takes longer than the call
@@ -229,7 +269,8 @@ def repeated_calls(device_id: int, calls: int, say) -> dict:
                         results[name] = host_time(call, calls, stream.synchronize)
                 else:
                     few = calls if "numpy" not in name else min(calls, 300)
-                    results[name] = host_time(call, few, stream.synchronize)
+                    every = 5 if "in a row" in name or "block" in name else 100
+                    results[name] = host_time(call, few, stream.synchronize, every)
             except peers.Unavailable as error:
                 results[name] = {"unavailable": str(error)}
             except Exception as error:
@@ -399,13 +440,18 @@ def _first_line(entry: dict) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--calls", type=click.IntRange(100), default=2000, show_default=True, help="Timed calls of each kind.")
 @click.option("--only", type=click.Choice(["calls", "first"]), help="Only repeated calls, or only first calls.")
+@click.option("--rows", default="", help="A regular expression: repeated calls in whose names it is found, by default all.")
 @click.option("--device", type=DeviceType(), default="0", show_default=True, help="Index of a GPU.")
 @click.option("--json", "path", type=click.Path(dir_okay=False), help="Where the record goes.")
-def main(calls, only, device, path):
+def main(calls, only, rows, device, path):
     """Measure the host's cost of a call, and of first calls."""
     device_id = device_or_fail(device)
     if device_id is None:
         raise click.UsageError("--device must be a GPU: nothing is launched on a CPU")
+    try:
+        re.compile(rows)
+    except re.error as error:
+        raise click.BadParameter(f"{rows!r} is no regular expression: {error}", param_hint="--rows") from error
     result = {
         "kind": "overhead",
         "environment": record.environment(device_id),
@@ -420,7 +466,7 @@ def main(calls, only, device, path):
     }
     click.echo(record.headline(result["environment"]))
     if only != "first":
-        result["calls"] = repeated_calls(device_id, calls, click.echo)
+        result["calls"] = repeated_calls(device_id, calls, click.echo, rows)
     if only != "calls":
         result["first_calls"] = first_calls(device_id, click.echo)
     result["environment"] = record.environment(device_id)  # now with torch's cuDNN
