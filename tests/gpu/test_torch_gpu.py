@@ -191,6 +191,37 @@ def test_compile(mode):
         equal(got, plain_gradients(dout, leaves, causal=True))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_generated_code_calls_past_the_dispatcher(dynamic):
+    """The bits of uncompiled calls, whatever the shapes: results that generated code allocates, and ones that the call does."""
+    if compiler() != "inductor":
+        pytest.skip("no Triton")
+    from torch._inductor import config
+    from torch._inductor.utils import run_and_get_code
+
+    def step(q, k, v, ends, cache, length):
+        first = flash.attention(q * 2, k, v, causal=True)
+        second, lse = flash.attention(first, k, v, return_lse=True)
+        rows = (x.flatten(0, 1) for x in (second, k, v))
+        third = flash.attention_varlen(*rows, ends, ends, window=(20, 0)).view(q.shape)
+        fourth = flash.attention_with_kvcache(third[:, -1:], cache, cache, cache_seqlens=length)
+        return lse, third, fourth + 1
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic)
+    for number, (batch, seqlen) in enumerate(((2, 130), (3, 71), (2, 130))):
+        q, k, v, cache = (torch.randn(batch, seqlen, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        ends = torch.arange(batch + 1, device="cuda", dtype=torch.int32) * seqlen
+        given = q, k, v, ends, cache, torch.full((batch,), 57, device="cuda", dtype=torch.int32)
+        with config.patch(force_disable_caches=True):
+            results, code = (compiled(*given), []) if number else run_and_get_code(compiled, *given)
+        equal(results, step(*given))
+        for text in code:
+            assert text.count("cuflash_inductor.Site(") == 4 and "torch.ops.cuflash" not in text
+    odd = [torch.randn(2 * 130 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 130, 4, 64) for _ in range(3)]
+    for other in (odd, given[:3]):  # not aligned, and aligned: other kernels
+        equal(compiled(*other, *given[3:]), step(*other, *given[3:]))
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo")
 def test_torch_func_in_compiled_code():
     """The part that torch.func differentiates runs uncompiled."""
