@@ -221,9 +221,9 @@ def _register() -> None:
         of, node = _OPERATORS[name], V.graph.current_node
         if V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False) or _options(name, args, False) is None:
             return None
-        if any(x.meta["val"].is_neg() for x in node.all_input_nodes):
-            return None
         # What the operator would copy.
+        if any(x is not None and x.meta["val"].is_neg() for x in node.args[:of.num_tensors]):
+            return None
         if not (all(args[i] is None or equal(args[i].get_stride()[-1], 1) for i in of.rows)
                 and all(args[i] is None or is_row_major(args[i]) for i in of.whole)):
             return None
