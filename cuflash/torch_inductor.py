@@ -154,10 +154,10 @@ def _register() -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.virtualized import V
+    from torch._library.utils import get_layout_constraint_tag
     if "add_import_once" not in PythonWrapperCodegen.__init__.__code__.co_names:
         raise AttributeError("the generated module takes no lines of others")
-    constrain, realize, contiguous = (
-        lowering.constrain_to_fx_strides, ir.ExternKernel.realize_input, ir.FlexibleLayout.contiguous_strides)
+    realize, contiguous = ir.ExternKernel.realize_input, ir.FlexibleLayout.contiguous_strides
 
     def define(wrapper, name: str, args, return_lse: bool) -> str:
         """The name of the Site for an operator's arguments, made where the generated module begins."""
@@ -254,6 +254,7 @@ def _register() -> None:
     for name in _OPERATORS:
         op = getattr(torch.ops.cuflash, name).default
         fallback = lowering.fallback_handler(op, add_to_fallback_set=False)
+        # As an operator gets them that has no lowering.
         lowering.add_needs_realized_inputs(op)
-        lowering.add_layout_constraint(op, constrain)
+        lowering.add_layout_constraint(op, lowering.tag_to_layout_constraint(get_layout_constraint_tag(op)))
         lowering.register_lowering(op, type_promotion_kind=None)(functools.partial(lower, name, op, fallback))
