@@ -173,6 +173,17 @@ def test_views_branches_and_two_dtypes():
         close(function(qkv, torch.tensor(flag)), step(qkv, torch.tensor(flag)))
 
 
+def test_what_is_expanded_is_not_copied():
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 5, 1, 8)
+
+    def step(q, k):
+        return flash.attention(q, *(x.expand(q.shape) for x in (k, k * 2)))
+
+    function, results, code = compiled(step, q, k)
+    assert sites(code) == ["attention"] and code[0].count("= empty_strided_cpu((2, 5, 4, 8)") == 1
+    close([results], [step(q, k)])
+
+
 def test_checkpoint_and_autocast():
     from torch.utils.checkpoint import checkpoint
 
