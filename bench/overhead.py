@@ -49,7 +49,7 @@ TARGETS_BESIDE_US = {
     "cuflash.torch.attention, compiled": ("cuflash.torch.attention", 0.0),
     f"{ROW}, compiled": (ROW, 0.0),
     f"{ROW}, compiled, CUDA graphs": (ROW, 0.0),
-    f"{BLOCK.format('cuflash')}, compiled": (BLOCK.format("cuflash"), 0.0),
+    f"{BLOCK.format('cuflash')}, compiled": (f"{BLOCK.format('SDPA')}, compiled", 0.0),
 }
 
 TINY = Case("overhead", "bfloat16", 1, 64, 64, 8, 8, 64, 64)
@@ -292,9 +292,9 @@ def repeated_calls(device_id: int, calls: int, say, rows: str = "") -> dict:
                     results[name] = {"unavailable": str(error)}
                 except Exception as error:
                     results[name] = {"failed": peers.one_line(error)}
-        for name in chosen:
-            results[name] = results[name] or figures(samples[name])
-            say(_line(name, results[name], results))
+    results = {name: results[name] or figures(samples[name]) for name in chosen}
+    for name, result in results.items():
+        say(_line(name, result, results))
     return results
 
 
@@ -325,7 +325,7 @@ def _line(name: str, result: dict, beside: dict | None = None) -> str:
     if target and "numpy" not in name:  # of the others nothing is asked
         verdict = f"   {'ok' if result['median_us'] <= target else 'OVER'}: at most {target:.0f} asked"
     other, more = TARGETS_BESIDE_US.get(name, (None, 0.0))
-    if (beside or {}).get(other) and "median_us" in beside[other]:
+    if other in (beside or {}) and "median_us" in beside[other]:
         target = beside[other]["median_us"] + more
         verdict = (
             f"   {'ok' if result['median_us'] <= target else 'OVER'}: at most {target:.2f} asked, that of {other} + {more:.0f}"

@@ -2,7 +2,8 @@
 
 Three ways lead to the same kernels. Plain tensors that want no gradient go straight to the functions of the package, plain ones
 that want one through an autograd.Function; custom operators, ``torch.ops.cuflash.*``, are what torch.compile, fake tensors and
-dispatch modes see. An operator costs more than a launch, so it is called only where one is needed.
+dispatch modes see. An operator costs more than a launch, so it is called only where one is needed: not in code that Inductor
+generates either (torch_inductor.py).
 """
 
 from __future__ import annotations
@@ -490,7 +491,7 @@ def _run_backward(dout, dlse, out, lse, *args):
 
 
 def _meet_inductor() -> None:
-    """Let what it generates call past the dispatcher. Whatever it compiles is seen here before: an import of it takes seconds."""
+    """Let code that it generates call past the dispatcher. Whatever it compiles comes by here first; to import it takes seconds."""
     if "torch._inductor.lowering" in sys.modules:
         from . import torch_inductor
         torch_inductor.register()

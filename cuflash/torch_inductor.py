@@ -63,8 +63,8 @@ class Site:
     Args:
         name: of the operator.
         options: those of the operation, in its order.
-        layout: shapes, strides, dtypes and devices of the tensors, as the compiler knows them, which holds them to be so: numbers
-            that a call brings by their names. It only tells the sites of a module apart.
+        layout: shapes, strides, dtypes and devices of the tensors, to which generated code holds them; names stand for numbers that
+            only a call has. It tells the places of a module apart.
     """
 
     def __init__(self, name: str, options: tuple, layout: tuple):
@@ -124,8 +124,8 @@ def register() -> None:
 
 
 def _options(name: str, args, return_lse: bool) -> tuple | None:
-    """Those of the operation among an operator's arguments, of the types that the operator gives them; None if one is no number that
-    is known."""
+    """Those of the operation among an operator's arguments, of the types that the operator would make of them; None if one is not
+    known."""
     causal, left, right, softmax_scale, softcap, *last = args[_OPERATORS[name].first_option:]
     known = (causal, left, right, 0 if softmax_scale is None else softmax_scale, softcap, *last)
     if not all(type(x) in (bool, int, float) and math.isfinite(x) for x in known):
@@ -221,7 +221,7 @@ def _register() -> None:
         of, node = _OPERATORS[name], V.graph.current_node
         if V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False) or _options(name, args, False) is None:
             return None
-        # What the operator would copy.
+        # What the operator would copy, or resolve.
         if any(x is not None and x.meta["val"].is_neg() for x in node.args[:of.num_tensors]):
             return None
         if not (all(args[i] is None or equal(args[i].get_stride()[-1], 1) for i in of.rows)
@@ -239,7 +239,7 @@ def _register() -> None:
             return None         # the empty lse is wanted
         results = Returned.create(op, *args)
         for x in results:
-            x.skip_size_stride_alignment_checks = True      # they are what the fake ones say
+            x.skip_size_stride_alignment_checks = True      # they are as register_fake has them
         return tuple(map(ir.TensorBox.create, results))
 
     def lower(name: str, op, fallback, *args, **kwargs):
