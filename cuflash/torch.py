@@ -491,7 +491,7 @@ def _run_backward(dout, dlse, out, lse, *args):
 
 
 def _meet_inductor() -> None:
-    """Let code that it generates call past the dispatcher. Whatever it compiles comes by here first; to import it takes seconds."""
+    """Let code that it generates call past the dispatcher. What it compiles comes by here first; to import it takes seconds."""
     if "torch._inductor.lowering" in sys.modules:
         from . import torch_inductor
         torch_inductor.register()

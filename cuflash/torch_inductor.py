@@ -1,9 +1,9 @@
 """The calls in code that Inductor generates, past PyTorch's dispatcher, which takes longer than a launch.
 
-`register` gives Inductor lowerings of the operators in cuflash.torch. They let it write ``cuflash_1a2b(q, k, v, out=buf0)`` where it
-would write ``torch.ops.cuflash.attention.default(q, k, v, ...)``; cuflash_1a2b is a `Site`, which knows what the compiler knows. That
-takes names of Inductor that PyTorch does not promise to keep: where they are missing, and for what a lowering does not take, the
-operator is called as before.
+`register` gives Inductor lowerings of the operators in cuflash.torch. They let it write ``cuflash_1a2b(q, k, v, out=buf0)`` where
+it would write ``torch.ops.cuflash.attention.default(q, k, v, ...)``; cuflash_1a2b is a `Site`, which knows what the compiler
+knows. That takes names of Inductor that PyTorch does not promise to keep: where they are missing, and for what a lowering does
+not take, the operator is called as before.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Site:
     Args:
         name: of the operator.
         options: those of the operation, in its order.
-        layout: shapes, strides, dtypes and devices of the tensors, to which generated code holds them; names stand for numbers that
-            only a call has. It tells the places of a module apart.
+        layout: shapes, strides, dtypes and devices of the tensors, to which generated code holds them; names stand for numbers
+            that only a call has. It tells the places of a module apart.
     """
 
     def __init__(self, name: str, options: tuple, layout: tuple):
