@@ -217,9 +217,11 @@ def test_generated_code_calls_past_the_dispatcher(dynamic):
         equal(results, step(*given))
         for text in code:
             assert text.count("cuflash_inductor.Site(") == 4 and "= torch.ops.cuflash" not in text
+    # Not aligned: generated code copies them first, so that other kernels are taken than uncompiled.
     odd = [torch.randn(2 * 130 * 4 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 130, 4, 64) for _ in range(3)]
-    for other in (odd, given[:3]):  # not aligned, and aligned: other kernels
-        equal(compiled(*other, *given[3:]), step(*other, *given[3:]))
+    for x, y in zip(compiled(*odd, *given[3:]), step(*odd, *given[3:]), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    equal(compiled(*given), step(*given))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")
