@@ -375,11 +375,11 @@ DEV void add_dq(float* dst, const DqPart& rDQ) {
 // dQ^T: units of 16 columns by 8 rows, two of them a group of rows.
 DEV void add_dq_transposed(const volatile Tile& t, const BwdParams& p, const Visit& v, int consumer, const DqPart& rDQ) {
   const u32 lane = thread_index() % 32, warp = thread_index() / 32 % 4;
-  const int group = v.tile * (kBlockM / kDqGroup), last = (t.seqlen_q - 1) / kDqGroup;
-  float* dst = t.gDqSum + v.head * num_dq_groups(p) * (kDqGroup * kHeadDim) + (consumer * 4 + warp) * 256 + lane * 4;
+  const int group = v.tile * (kBlockM / kDqGroup), more_groups = (t.seqlen_q - 1) / kDqGroup - group;
+  float* dst = t.gDqSum + (v.head * num_dq_groups(p) + group) * (kDqGroup * kHeadDim) + (consumer * 4 + warp) * 256 + lane * 4;
   #pragma unroll
   for (int g = 0; g < (int)sizeof(DqPart) / 32; g++) {
-    float* d = dst + (i64)min(group + g, last) * (kDqGroup * kHeadDim);
+    float* d = dst + min(g, more_groups) * (kDqGroup * kHeadDim);
     #pragma unroll
     for (int n = 2 * g; n < 2 * g + 2; n++) {
       const float unit[4] = {rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]};
