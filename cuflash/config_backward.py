@@ -50,12 +50,17 @@ def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few
 class _Sm90Tile(NamedTuple):
     block_m: int
     k_panel: int            # columns of a panel of K: a warpgroup's half of dq begins with one
+    v_slots: int = 2        # of the tiles of the launch that have one for their V: all, or one for all
+    stages_dq: bool = False     # dq is added in bulk, from shared memory
 
 
 _SM90_BLOCK_N = 128         # two warpgroups own 64 keys each
 _SM90_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
+# Of 128, where key tiles do not wait for each other; of many queries that see all keys a larger one, whose dq has no room there.
+_SM90_STAGED = _Sm90Tile(64, 64, v_slots=1, stages_dq=True)
+_SM90_LONG, _SM90_LONG_SEQLEN = _Sm90Tile(80, 64, v_slots=1), 2048
 _SM90_SLOTS = 2             # of tiles of the launch
 # (batch, key head) pairs that run together at least: of grouped heads, which have the query tiles of several, and others; where
 # key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads; of packed batches,
@@ -71,6 +76,14 @@ _SM90_LISTED = 104          # Tile of kernels/bwd_sm90.cu
 def _sm90_head_dim(problem: BackwardProblem) -> int:
     widest = max(problem.head_dim, problem.head_dim_v)
     return next(size for size in (*_SM90_TILES, *_WIDE_STAGES_V) if size >= widest)
+
+
+def _sm90_tile(problem: BackwardProblem) -> _Sm90Tile:
+    head_dim = _sm90_head_dim(problem)
+    if head_dim < 128 or problem.deterministic:
+        return _SM90_TILES[head_dim]
+    is_full = problem.window_left is None and problem.window_right is None
+    return _SM90_LONG if is_full and not problem.varlen and problem.seqlen_q >= _SM90_LONG_SEQLEN else _SM90_STAGED
 
 
 def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
@@ -89,21 +102,23 @@ def _is_wide(problem: BackwardProblem) -> bool:
 
 
 def _sm90_smem(problem: BackwardProblem) -> int:
-    """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; lse and delta of rows; whether keys are finite;
-    barriers; tiles of the launch. Of wide heads that of the larger of two kernels."""
+    """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; dq; lse and delta of rows; whether keys are
+    finite; barriers; tiles of the launch. Of wide heads that of the larger of two kernels."""
     if _is_wide(problem):
         return max(_wide_smem(_sm90_head_dim(problem)))
     head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
-    block_m = _SM90_TILES[head_dim].block_m
-    arrays = 2 * (2 * head_dim * (slots * block_n + stages * block_m) + stages * block_m * block_n)
-    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages + 1), 1024)
+    tile = _sm90_tile(problem)
+    block_m = tile.block_m
+    arrays = 2 * (head_dim * ((slots + tile.v_slots) * block_n + 2 * stages * block_m) + stages * block_m * block_n)
+    arrays += 4 * block_m * head_dim if tile.stages_dq else 16
+    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages + 2), 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     if _is_wide(problem):
         return _wide(problem, device, refused)
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
-    tile, block_n, stages = _SM90_TILES[head_dim], _SM90_BLOCK_N, _SM90_STAGES
+    tile, block_n, stages = _sm90_tile(problem), _SM90_BLOCK_N, _SM90_STAGES
     if problem.varlen:
         heads, heads_why = _heads_in_group(problem, device, head_dim, few=_PACKED_FEW_HEADS)
     else:
@@ -118,13 +133,17 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),
         "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "K_PANEL": tile.k_panel,
+        "V_SLOTS": tile.v_slots, "STAGES_DQ": int(tile.stages_dq),
         "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
     }
     reasons = (
         f"block_n = {block_n}  # two warpgroups own 64 keys each: a thread keeps {head_dim} numbers of dk and dv in registers",
         f"block_m = {tile.block_m}  # S and dP of a thread take {tile.block_m} registers more; dq is halved by " +
         ("rows" if tile.block_m == 128 else "columns"),
-        f"stages = {stages}  # the next query tile is copied while this one is used, as is the next key tile",
+        f"stages = {stages}  # the next query tile is copied while this one is used, as is the next key tile" +
+        (", but for its V" if tile.v_slots == 1 else ""),
+        f"stages_dq = {int(tile.stages_dq)}  # dq is added " + ("in bulk, from shared memory, where V of the next key tile has no "
+                                                            "place therefore" if tile.stages_dq else "from registers"),
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one key tile after the other, the next "
@@ -363,13 +382,15 @@ def around(problem: BackwardProblem, config: Config) -> tuple[Kernel, ...]:
     # As many lanes take a row, up to a warp, as it has parts of 16 bytes.
     lanes = min(32, 1 << (-(-problem.head_dim_v * ITEMSIZE[problem.dtype] // 16) - 1).bit_length())
     turns = int(problem.deterministic and not config.dq_block_m)
+    cast = {**shared, "TRANSPOSED": int(config.kernel == "bwd_sm90" and config.block_m == 80),
+            "OUT_VEC_BYTES": problem.out_alignment}
     delta = {**shared, "DETERMINISTIC": turns, "COUNTS_TILES": int(config.counts_tiles),
              "VEC_BYTES": delta_vec, "LANES": lanes}
     return (
         Kernel("bwd_delta", tuple(sorted(delta.items())), threads, 0),
         config,
         _wide_dq(problem) if config.dq_block_m else
-        Kernel("bwd_cast", tuple(sorted({**shared, "OUT_VEC_BYTES": problem.out_alignment}.items())), threads, 0))
+        Kernel("bwd_cast", tuple(sorted(cast.items())), threads, 0))
 
 
 REFUSALS = {"sm90": _refuse_sm90, "sm80": _refuse_sm80, "simt": _refuse_simt}

@@ -2,6 +2,7 @@
 //
 //   dq_sum, in units of 16 rows by 8 columns (attn/gradient.cuh), * softmax_scale  ->  dq [batch, seqlen_q, heads_q, head_dim]
 //
+// Or in units of 16 columns by 8 rows, where dQ^T has been computed.
 // A warp takes 16 rows and 32 columns of a head. Columns and heads come fastest, as they lie in dq. Rows that no sequence covers,
 // or that see no key, are zeros in the sum.
 #include "attn/gradient.cuh"
@@ -12,6 +13,7 @@ using Element = ElementOf<DTYPE>::type;
 using R = Real<Element>;
 
 constexpr int kHeadDim = HEAD_DIM;              // of dq_sum
+constexpr bool kTransposed = TRANSPOSED;        // a unit has 16 columns and 8 rows
 constexpr int kThreads = THREADS;
 constexpr int kOutVecBytes = OUT_VEC_BYTES;     // divides every address of dq
 struct alignas(16) Lane { R x[4]; };            // of a unit: two columns of row lane / 4, and of the row eight below
@@ -63,10 +65,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) bwd_cast(const BwdParams 
   const Sequence seq(p, batch);
   const i64 first_group = first_dq_group(p, seq, batch, head);
   const int first_row = (group - (kVarlen ? seq.first_q / kDqGroup + batch : 0)) * kDqGroup, col = part * 32;
-  const Lane* gSum = (const Lane*)((const R*)p.dq_sum + first_group * (kDqGroup * kHeadDim) + dq_index<kHeadDim>(first_row, col));
+  const R* gGroup = (const R*)p.dq_sum + (first_group + first_row / kDqGroup) * (kDqGroup * kHeadDim);
+  const Lane* gSum = (const Lane*)(gGroup + dq_index<kHeadDim>(0, col));
   R x[4][4];
   #pragma unroll
-  for (int i = 0; i < 16; i++) x[i / 4][i % 4] = gSum[i / 4 * 32 + lane].x[i % 4] * (R)p.softmax_scale;
+  for (int i = 0; i < 16; i++) {
+    R sum;
+    if (kTransposed) {                          // units of 16 columns by 8 rows, two of them a group
+      const int row = lane / 4 + i % 4 / 2 * 8, unit_col = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const R* gUnit = gGroup + ((col + unit_col) / 16 * 2 + row / 8) * 128;
+      sum = gUnit[(unit_col % 8 * 4 + row % 8 / 2) * 4 + unit_col % 16 / 8 * 2 + row % 2];
+    } else {
+      sum = gSum[i / 4 * 32 + lane].x[i % 4];
+    }
+    x[i / 4][i % 4] = sum * (R)p.softmax_scale;
+  }
   write_rows(seq.query_rows((Element*)p.dq, p.dq_strides, head) + first_row * p.dq_strides.row + col, p.dq_strides.row, x,
              seq.rows_q - first_row, seq.seqlen_q - first_row, p.head_dim - col);
 }

@@ -9,38 +9,52 @@
 // Two consumers, warpgroups, own 64 keys each: as accumulators P^T and dS^T then are the A operands of dV and dK. Of dQ each has
 // a half, rows or columns, over all 128 keys: what the other computed of dS it reads from shared memory. Of warpgroup 0 one warp
 // plans tiles and loads their K and V, one loads Q and dO, and two prepare what has landed. A tile lies in slot i, a query tile
-// in stage s:
+// in stage s; V may have a slot for all tiles:
 //   work_ready[i]: planner -> all, which tile is next             work_free[i]: all -> planner, they have done with it, K and V
 //   kv_ready[i]:   planner -> preparers, K and V have landed      raw[s]:       loader -> preparers, Q and dO have landed
 //   ready[s]:      preparers -> all, so have the facts of rows    free[s]:      consumers -> loader, the stage has been used
 //   ds_free[s]:    consumers -> consumers, both have computed their dQ of a query tile
+//   v_free:        consumers -> planner, they have done with V, if all tiles share a slot
 //   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
 //   dq_added[s]:    consumers -> planner, they have too: it tells the next key tile, which takes a while
 //   turn_passed[s]: planner -> loader, it has done so
 // The consumers take turns to start products and are half a query tile apart: beside the exponentials of one run the products of
 // the other. dQ of a query tile is computed one later, together with dV and dK of that: the other has written its dS by then. It
-// leaves for dq_sum while dV and dK are computed. What was tried: docs/bwd_sm90.md.
+// leaves for dq_sum while dV and dK are computed, or is laid down in shared memory, from where TMA adds it. What a consumer has
+// written there, dS too, it then shows to TMA and products once the next S and dP are on their way: a fence right behind the
+// writing would wait for it.
+// What was tried: docs/bwd_sm90.md.
 // A query tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
 #include "attn/bwd_wgmma.cuh"
+#include "ptx/bulk.cuh"
 #include "ptx/reduce.cuh"
+#include "ptx/wgmma_at.cuh"
 
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
 constexpr int kStages = STAGES;                 // of Q and dO, and of dS
+constexpr int kVSlots = V_SLOTS;                // kSlots, or one that all tiles share
 constexpr bool kDeterministic = DETERMINISTIC;
+constexpr bool kStagesDq = STAGES_DQ;           // dQ is added in bulk, from shared memory
 // A turn ends behind S and dP of the next query tile; or before the consumer waits for what other blocks add to dQ.
 constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
+static_assert(kVSlots == kSlots || kVSlots == 1, "V of a tile has a slot");
+static_assert(kVSlots == kSlots || !kDeterministic, "the planner has turns to pass and cannot wait for V");
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
 
-// A consumer's half of dQ: 64 rows of 128, or half of the columns.
-constexpr bool kHalvesRows = kBlockM == 128;
+// A consumer's half of dQ: 64 rows of 128, or half of the columns. 80 rows are no product's: there dQ^T = K^T dS^T is computed,
+// of which a row is a column.
+constexpr bool kHalvesRows = kBlockM == 128, kTransposesDq = kBlockM == 80;
 constexpr int kDqCols = kHalvesRows ? kHeadDim : kHeadDim / 2;
-static_assert(kHalvesRows || kBlockM == 64, "a product has 64 rows");
+static_assert(kHalvesRows || kBlockM == 64 || kTransposesDq, "a product has 64 rows");
 
 using QLayout = PanelLayout<kBlockM, kHeadDim>;                 // also of dO
 using KLayout = PanelLayout<kBlockN, kHeadDim, K_PANEL>;        // a product begins with a panel: so does a half of the columns
 static_assert(kDqCols % K_PANEL == 0, "whole panels of K for dQ");
+constexpr int kDqWarpBytes = kDqGroup * kDqCols * 4;            // a warp's part, one piece of dq_sum
+static_assert(!(kStagesDq && kTransposesDq), "a warp has parts of dq_sum, not one piece");
+static_assert(!(kStagesDq && kDeterministic), "turns are passed behind what has been added");
 using VLayout = PanelLayout<kBlockN, kHeadDim>;                 // also of dK and dV
 using DsLayout = PanelLayout<kBlockM, kBlockN>;                 // a row is a query; a panel has the keys of a consumer
 
@@ -53,14 +67,15 @@ struct Tile : KeyTile {
 
 struct alignas(1024) SharedStorage {
   u8 sK[kSlots][KLayout::kBytes];
-  u8 sV[kSlots][VLayout::kBytes];
+  u8 sV[kVSlots][VLayout::kBytes];
   u8 sQ[kStages][QLayout::kBytes];
   u8 sDO[kStages][QLayout::kBytes];
   u8 sDS[kStages][DsLayout::kBytes];
+  u8 sDQ[kStagesDq ? kConsumers * 4 : 1][kStagesDq ? kDqWarpBytes : 16];       // a piece of a warp; no array is empty
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
-  float key_poison[kSlots][kBlockN];            // NaN for a key whose K held NaN or Inf; only if some query tile is partial
+  float key_poison[kSlots][kBlockN];           // NaN for a key whose K held NaN or Inf; only if some query tile is partial
   u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kStages];
-  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages], nears_end;
+  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages], nears_end, v_free;
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -89,7 +104,12 @@ DEV void pass_turns(SharedStorage& s, const BwdParams& p, const volatile Tile& t
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   Ring<kStages> at;
   bool is_first = true;
+  u32 v_phase = 0;
   const auto take = [&] { return (kDeterministic ? 0 : gridDim.x) + take_ticket(p); };
+  const auto load_v = [&](const KeyWork<kBlockM, kBlockN>& keys, const Work& work, u32 slot) {
+    load_tile<VLayout>(shared_address(s.sV[slot % kVSlots]), &p.v_map, shared_address(&s.kv_ready[slot]), keys.row_k(), work.head,
+                       keys.seq.batch);
+  };
   plan<kKeySide, !kDeterministic>(s, p, kDeterministic, take, [&](const Work& work, bool is_there, u32 slot) {
     const KeyWork<kBlockM, kBlockN> keys(p, work, is_there);
     const Sequence& seq = keys.seq;
@@ -99,7 +119,7 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       if (keys.visits > 0) {
         mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
         load_tile<KLayout>(shared_address(s.sK[slot]), &p.k_map, kv_ready, keys.row_k(), work.head, seq.batch);
-        load_tile<VLayout>(shared_address(s.sV[slot]), &p.v_map, kv_ready, keys.row_k(), work.head, seq.batch);
+        if (kVSlots > 1) load_v(keys, work, slot);
       } else {
         mbarrier_arrive(kv_ready);
       }
@@ -108,6 +128,11 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, keys.first_head) * (kDqGroup * kHeadDim);
       if (kDeterministic) t.turns = turn_of(p, seq, work.batch, keys.first_head, 0, kBlockM);
       mbarrier_arrive(shared_address(&s.work_ready[slot]));
+      if (kVSlots == 1 && keys.visits > 0) {
+        mbarrier_wait(shared_address(&s.v_free), v_phase ^ 1);
+        load_v(keys, work, slot);
+        v_phase ^= 1;
+      }
     }
     __syncwarp();
     if (kDeterministic && !is_first) pass_turns(s, p, s.work[slot ^ 1], at);
@@ -173,7 +198,8 @@ DEV void separate_nonfinite_keys(SharedStorage& s, u32 slot) {
 
 // The preparers: facts of rows, and what must not be in the tiles.
 DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
-  constexpr int kRows = kBlockM / kPreparing;   // of a thread
+  constexpr int kRows = (kBlockM + kPreparing - 1) / kPreparing;        // of a thread, or one less
+  const auto has_row = [](int row) { return kBlockM % kPreparing == 0 || row < kBlockM; };
   Ring<kSlots> slot;
   Ring<kStages> at;
   #pragma unroll 1
@@ -190,8 +216,8 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
       const RowFacts<float>* gRows = t.gRows + (i64)visit.head * p.seqlen_q;
       #pragma unroll
       for (int j = 0; j < kRows; j++) {
-        const int row = first_row + j * kPreparing + preparer();
-        facts[j] = row < seqlen_q ? gRows[row] : RowFacts<float>{infinity(0.f), 0.f};
+        const int tile_row = j * kPreparing + preparer(), row = first_row + tile_row;
+        facts[j] = has_row(tile_row) && row < seqlen_q ? gRows[row] : RowFacts<float>{infinity(0.f), 0.f};
       }
     };
     if (visits > 0) {
@@ -212,6 +238,7 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
       #pragma unroll
       for (int j = 0; j < kRows; j++) {
         const int row = j * kPreparing + preparer();
+        if (!has_row(row)) continue;
         s.lse[at.stage][row] = facts[j].lse_log2;
         s.delta[at.stage][row] = facts[j].delta;
         may_be_poisoned |= row < rows && may_be_nonfinite<HeadScore::kHasSlope>(facts[j]);
@@ -227,7 +254,7 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
 
 using Scores = float[kBlockM / 2];
 using Weights = u32[kBlockM / 16][4];
-using DqPart = float[kDqCols / 2];
+using DqPart = float[kTransposesDq ? kBlockM / 2 : kDqCols / 2];
 
 // `n` times 16 columns, or 16 rows, further on.
 template <typename Layout> DEV u64 step_columns(u64 descriptor, int n) {
@@ -248,12 +275,15 @@ template <typename KeyLayout> DEV void multiply_scores(Scores& rS, u64 keys, u64
 }
 // Starts dV += P^T dO or dK += dS^T Q.
 DEV void accumulate(Gradient& acc, const Weights& rA, u64 queries) { multiply_weights<Element, QLayout>(acc, rA, queries, true); }
-// Starts dQ = dS K.
-DEV void multiply_dq(DqPart& rDQ, u64 ds, u64 k) {
+// Starts dQ = dS K, or dQ^T.
+template <int kSize> DEV void multiply_dq(float (&rDQ)[kSize], u64 ds, u64 k) {
   wgmma_fence();
   #pragma unroll
-  for (int key = 0; key < kBlockN / 16; key++)
-    wgmma_ss_trans<Element>(rDQ, step_columns<DsLayout>(ds, key), step_rows<KLayout>(k, key), key > 0);
+  for (int key = 0; key < kBlockN / 16; key++) {
+    const u64 ds_keys = step_columns<DsLayout>(ds, key), k_keys = step_rows<KLayout>(k, key);
+    if constexpr (kSize == 40) wgmma_ss_at<Element>(rDQ, k_keys, ds_keys, key > 0);
+    else wgmma_ss_trans<Element>(rDQ, ds_keys, k_keys, key > 0);
+  }
   wgmma_commit();
 }
 
@@ -323,12 +353,38 @@ DEV float* dq_of(const volatile Tile& t, const BwdParams& p, const Visit& v, int
   const i64 head_group = v.head * num_dq_groups(p) + min(group, (t.seqlen_q - 1) / kDqGroup);
   return t.gDqSum + head_group * (kDqGroup * kHeadDim) + (kHalvesRows ? 0 : consumer * (kDqCols / 8) * 128) + lane * 4;
 }
+// To the piece of shared memory of this warp, once TMA has read what lay there.
+DEV void stage_dq(u32 piece, const DqPart& rDQ) {
+  const u32 lane = thread_index() % 32;
+  bulk_wait_read<0>();
+  __syncwarp();
+  #pragma unroll
+  for (int n = 0; n < (int)(sizeof(DqPart) / 16); n++)
+    store_shared(piece + n * 512 + lane * 16, Chunk{__float_as_uint(rDQ[4 * n]), __float_as_uint(rDQ[4 * n + 1]),
+                                                    __float_as_uint(rDQ[4 * n + 2]), __float_as_uint(rDQ[4 * n + 3])});
+}
 // Units of 16 rows by 8 columns.
 DEV void add_dq(float* dst, const DqPart& rDQ) {
   #pragma unroll
   for (int n = 0; n < kDqCols / 8; n++) {
     const float unit[4] = {rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]};
     red_add(dst + n * 128, unit);
+  }
+}
+
+// dQ^T: units of 16 columns by 8 rows, two of them a group of rows.
+DEV void add_dq_transposed(const volatile Tile& t, const BwdParams& p, const Visit& v, int consumer, const DqPart& rDQ) {
+  const u32 lane = thread_index() % 32, warp = thread_index() / 32 % 4;
+  const int group = v.tile * (kBlockM / kDqGroup), more_groups = (t.seqlen_q - 1) / kDqGroup - group;
+  float* dst = t.gDqSum + (v.head * num_dq_groups(p) + group) * (kDqGroup * kHeadDim) + (consumer * 4 + warp) * 256 + lane * 4;
+  #pragma unroll
+  for (int g = 0; g < (int)sizeof(DqPart) / 32; g++) {
+    float* d = dst + min(g, more_groups) * (kDqGroup * kHeadDim);
+    #pragma unroll
+    for (int n = 2 * g; n < 2 * g + 2; n++) {
+      const float unit[4] = {rDQ[4 * n], rDQ[4 * n + 1], rDQ[4 * n + 2], rDQ[4 * n + 3]};
+      red_add(d + n % 2 * 128, unit);
+    }
   }
 }
 
@@ -343,6 +399,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const int warp_key = consumer * 64 + warp_row();
   const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
+  constexpr u32 kVBytes = kVSlots > 1 ? VLayout::kBytes : 0;    // from slot to slot
   const bool is_speaker = speaks();             // kept: the loop has a predicate for it
 
   Ring<kSlots> slot;
@@ -354,7 +411,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
-    if (visits < 0) return;
+    if (visits < 0) break;
     const int heads = uniform(t.heads), full_begin = uniform(t.full_begin), full_end = uniform(t.full_end);
     Gradient rDK, rDV;
     clear(rDK);
@@ -362,7 +419,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Scores rS, rDP;
     Weights rP, rDS;
     DqPart rDQ;
-    Visit visit = first_visit(t), last = visit; // the one at hand, and the one before, whose dQ is not computed yet
+    // The one at hand; the one before, whose dQ is not computed yet; the one whose dQ is in shared memory.
+    Visit visit = first_visit(t), last = visit, sent = visit;
     bool are_poisoned = false;
     // What the slot decides depends on the stage too, by nothing: computed before the loop its descriptors would not all find
     // uniform registers.
@@ -371,7 +429,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     };
     const auto start_scores = [&] {
       multiply_scores<KLayout>(rS, in_slot(k, KLayout::kBytes), descriptor_step(q, at.stage * QLayout::kBytes));
-      multiply_scores<VLayout>(rDP, in_slot(v, VLayout::kBytes), descriptor_step(dout, at.stage * QLayout::kBytes));
+      multiply_scores<VLayout>(rDP, in_slot(v, kVBytes), descriptor_step(dout, at.stage * QLayout::kBytes));
     };
     // P and dS in registers, dS in shared memory too.
     const auto finish_scores = [&] {
@@ -387,7 +445,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       pack<Element>(rDS, rDP);
       mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
       store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
-      fence_async_proxy();
+      if (!kStagesDq) fence_async_proxy();
     };
     const auto start_dq = [&](u32 stage) {
       ds_used ^= 1 << stage;
@@ -395,12 +453,24 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     };
     const auto finish_dq = [&](u32 stage, u32 phase) {
       wgmma_pin(rDQ);
+      sent = last;
       if (is_speaker) mbarrier_arrive(shared_address(&s.ds_free[stage]));
       if (kDeterministic) mbarrier_wait(shared_address(&s.turn_ready[stage]), phase);
-      add_dq(dq_of(t, p, last, consumer), rDQ);
+      if constexpr (kStagesDq) stage_dq(shared_address(s.sDQ[warp_key / 16]), rDQ);
+      else if constexpr (kTransposesDq) add_dq_transposed(t, p, last, consumer, rDQ);
+      else add_dq(dq_of(t, p, last, consumer), rDQ);
       if (kDeterministic) {
         sync_consumer();
         if (is_speaker) mbarrier_arrive(shared_address(&s.dq_added[stage]));
+      }
+    };
+    // Shows dS to products of both consumers, and dQ to TMA, which adds it if it `is_there`.
+    const auto publish = [&](bool is_there) {
+      if constexpr (kStagesDq) {
+        fence_async_proxy();
+        __syncwarp();
+        bulk_add(dq_of(t, p, sent, consumer), shared_address(s.sDQ[warp_key / 16]), kDqWarpBytes,
+                 is_there && thread_index() % 32 == 0);
       }
     };
     const auto start_dv_dk = [&] {
@@ -441,15 +511,19 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         at.next();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
+        publish(i > 1);
         if constexpr (!kShortTurns) your_turn(consumer);
         finish_scores();
       }
+      if (kVSlots == 1 && is_speaker) mbarrier_arrive(shared_address(&s.v_free));
       sum_gradients(visits == 1);
+      publish(visits > 1);
       if constexpr (!kShortTurns) your_turn(consumer);
       sync_consumers();                         // dS of the last one is written
       start_dq(at.stage);
       wgmma_wait<0>();
       finish_dq(at.stage, at.phase);
+      publish(true);
       at.next();
     }
     const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
@@ -457,6 +531,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     write_gradient(t.gDV, p.dv_strides.row, rDV, 1.f, warp_key, rows, rows_used, p.head_dim_v);
     arrive_warp(s.work_free[slot.stage]);
   }
+  if (kStagesDq) bulk_wait_read<0>();           // shared memory outlives what is read of it
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_constant__ TmaParams p) {
@@ -480,6 +555,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.turn_passed[i]), 1);
     }
     mbarrier_init(shared_address(&s.nears_end), 1);
+    mbarrier_init(shared_address(&s.v_free), kConsumers);
     mbarrier_init_fence();
   }
   __syncthreads();

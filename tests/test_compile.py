@@ -237,6 +237,10 @@ def hopper_gradient_groups(arch):
         group = f"options of gradients of {head_dim} on Hopper"
         yield group, backward("bfloat16", head_dim, mask=mask, score=score), True
         yield group, backward("float16", head_dim, mask=mask, score=score, varlen=True, deterministic=True), True
+    for score in SCORES:
+        group = "gradients of 128 of many queries on Hopper"
+        yield group, backward("bfloat16", 128, score=score, **LONG), True
+        yield group, backward("float16", 128, 104, score=score, out_alignment=8, **LONG), True
     for head_dim, head_dim_v, out in ((40, 72, 16), (128, 20, 8), (8, 64, 4), (96, 90, 2)):
         stated = backward("float16", head_dim, head_dim_v, "causal", out_alignment=out)
         yield "unequal gradients on Hopper", stated, True
@@ -547,15 +551,16 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
 
 
 def test_the_variants_meet_every_tile_of_the_hopper_backward():
-    names = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "STAGES", "K_PANEL", "DETERMINISTIC", "MASK_RIGHT")
+    names = ("HEAD_DIM", "BLOCK_M", "STAGES", "K_PANEL", "V_SLOTS", "STAGES_DQ", "DETERMINISTIC", "MASK_RIGHT")
 
     def tile(constants):
         return tuple(dict(constants)[name] for name in names)
 
     met = {tile(constants) for variants in groups().values() for kernel, constants in variants if kernel == "bwd_sm90"}
     sizes = range(32, 129, 32)
-    for head_dim, head_dim_v, mask, deterministic in itertools.product(sizes, sizes, ("none", "causal"), (False, True)):
-        stated = backward("float16", head_dim, head_dim_v, mask, deterministic=deterministic)
+    options = itertools.product(("none", "causal"), (False, True), ({}, LONG))
+    for head_dim, head_dim_v, (mask, deterministic, length) in itertools.product(sizes, sizes, options):
+        stated = backward("float16", head_dim, head_dim_v, mask, deterministic=deterministic, **length)
         assert tile(choose(stated, DEVICES["sm_90"], "sm90").constants) in met
 
 

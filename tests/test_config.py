@@ -80,8 +80,13 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         assert made.max_blocks == device.num_sms and made.counts_tiles
     elif is_hopper and is_backward:
         # A warpgroup loads, and each of two others has 64 keys; half of dq of a query tile is rows of one wgmma or columns.
-        assert (made.threads, made.block_n) == (384, 128) and made.block_m == constants["BLOCK_M"] in (64, 128)
+        # 80 rows are none of a wgmma: there dq is computed transposed, and bwd_cast turns it.
+        assert (made.threads, made.block_n) == (384, 128) and made.block_m == constants["BLOCK_M"] in (64, 80, 128)
         dq_columns = constants["HEAD_DIM"] // (128 // made.block_m)
+        *_, cast = kernels_of(stated, made)
+        assert dict(cast.constants)["TRANSPOSED"] == (made.block_m == 80)
+        assert not (constants["STAGES_DQ"] and stated.deterministic)
+        assert constants["V_SLOTS"] == 2 or not stated.deterministic, "a planner that waits passes no turns"
         assert dq_columns % constants["K_PANEL"] == 0 and constants["K_PANEL"] in (16, 32, 64)
         assert stated.alignment == 16 and stated.tma
         assert made.max_blocks == device.num_sms and made.counts_tiles
@@ -349,6 +354,32 @@ def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, exp
 def test_key_heads_of_a_hopper_backward_that_run_together_fill_it(seqlen_k, window_right, deterministic, expected):
     sizes = dict(batch=200, seqlen_k=seqlen_k, window_right=window_right, deterministic=deterministic)
     assert choose(backward(**sizes), H200).heads_in_group == expected
+
+
+FULL, CAUSAL = dict(window_right=None), dict(window_right=0)
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, changes, block_m, stages_dq",
+    [
+        (2048, FULL, 80, 0),
+        (2047, FULL, 64, 1),
+        (2**14, CAUSAL, 64, 1),
+        (2**14, dict(window_left=100), 64, 1),
+        (2**14, FULL | dict(deterministic=True), 64, 0),
+        (2**14, CAUSAL | dict(deterministic=True), 64, 0),
+        (2**14, FULL | dict(varlen=True), 64, 1),
+        (2**14, FULL | dict(head_dim=96, head_dim_v=96), 64, 0),
+        (2**14, FULL | dict(head_dim=104, head_dim_v=8), 80, 0),
+        (2**14, FULL | dict(head_dim=64, head_dim_v=64), 128, 0),
+    ],
+)
+def test_tiles_of_a_hopper_backward(seqlen_q, changes, block_m, stages_dq):
+    sizes = dict(head_dim=128, head_dim_v=128, seqlen_q=seqlen_q, seqlen_k=seqlen_q) | changes
+    made = choose(backward(**sizes), H200)
+    constants = dict(made.constants)
+    assert (made.kernel, made.block_m, constants["STAGES_DQ"]) == ("bwd_sm90", block_m, stages_dq)
+    assert constants["V_SLOTS"] == (1 if block_m == 80 or stages_dq else 2)
 
 
 @pytest.mark.parametrize("heads_k, expected", [(4, 4), (8, 4), (32, 8)])

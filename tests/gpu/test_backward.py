@@ -167,6 +167,28 @@ def test_head_dims_that_tma_can_address(backend, dtype, head_dim, head_dim_v, op
     check_head_dim(backend, dtype, head_dim, head_dim_v, **options)
 
 
+@on_pairs("sm90-float16", "sm90-bfloat16")
+@pytest.mark.parametrize("head_dim, head_dim_v", [(128, 128), (104, 72)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(softcap=5.0),
+        dict(softmax_scale=-0.125),
+        dict(causal=True),
+        dict(window=(300, 40)),
+        dict(window=(300, None)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seqlen_q", [2048, 2049, 2100])
+def test_many_queries(backend, dtype, head_dim, head_dim_v, options, seqlen_q):
+    """At head_dim 128 a tile of them has 80 rows where all see all keys; else dq is added from shared memory."""
+    sizes = dict(batch=1, seqlen_q=seqlen_q, seqlen_k=333, heads_q=4, heads_k=2)
+    q, k, v = inputs(dtype, head_dim=head_dim, head_dim_v=head_dim_v, **sizes)
+    check_backward(backend, dout_of(q, v), q, k, v, dlse=dlse_of(q), into=PLAIN, **options)
+
+
 @on_pairs(*FEW)
 def test_all_channels_enter_the_products(backend, dtype):
     """One channel of q and k that is not 0, then one of v and dout: each gradient has it, and no other."""
