@@ -142,8 +142,8 @@ def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
         ("rows" if tile.block_m == 128 else "columns"),
         f"stages = {stages}  # the next query tile is copied while this one is used, as is the next key tile" +
         (", but for its V" if tile.v_slots == 1 else ""),
-        f"stages_dq = {int(tile.stages_dq)}  # dq is added " + ("in bulk, from shared memory, where V of the next key tile has no "
-                                                            "place therefore" if tile.stages_dq else "from registers"),
+        f"stages_dq = {int(tile.stages_dq)}  # dq is added " +
+        ("in bulk, from shared memory, which leaves no place for V of the next key tile" if tile.stages_dq else "from registers"),
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one key tile after the other, the next "
