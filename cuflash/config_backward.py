@@ -64,8 +64,7 @@ _SM90_LONG, _SM90_LONG_SEQLEN = _Sm90Tile(80, 64, v_slots=1), 2048
 _SM90_SLOTS = 2             # of tiles of the launch
 # (batch, key head) pairs that run together at least: of grouped heads, which have the query tiles of several, and others; where
 # key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads; of packed batches,
-# whose heads have the tiles of all sequences. Measured on the H200:
-# docs/bwd_sm90.md.
+# whose heads have the tiles of all sequences. Measured on the H200: docs/bwd_sm90.md.
 _SM90_FEW_HEADS = {"grouped": 4, "single": 8}
 _SM90_FEW_WAITING_HEADS = {False: 32, True: 64}
 _WIDE_FEW_HEADS = 8
