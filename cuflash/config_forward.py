@@ -348,7 +348,7 @@ def _sm90_smem(problem: Problem, stages: int) -> int:
     (head_dim, head_dim_v), tile = _sm90_sizes(problem), _sm90_tile(problem)
     arrays = 2 * (tile.block_m * head_dim + stages * tile.block_n * (head_dim + head_dim_v))
     barriers = round_up(8 * (2 * tile.consumers + 4 * stages + 2 * 2 + 1), 16)
-    return round_up(arrays + barriers + 2 * round_up(74 + 16 * tile.consumers, 16), 1024)
+    return round_up(arrays + barriers + 2 * round_up(78 + 16 * tile.consumers, 16), 1024)
 
 
 def _sm90(problem: Problem, device: Device, refused) -> Config:

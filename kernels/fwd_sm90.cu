@@ -59,16 +59,23 @@ using VLayout = PanelLayout<kBlockN, kHeadDimV>;
 using HeadMask = Mask<kMaskLeft, kMaskRight>;
 using HeadScore = Score<SCORE, float>;
 
+// Row 0 of a tile. Where tiles do not fill a head, and the last rows see most keys, the first tile is the one that lacks rows, as it
+// takes least time: its first consumers then have none, whose rows would be negative.
+DEV int first_row_of(const Sequence& seq, int tile) {
+  const int lacks = kMaskRight ? (kBlockM - 1) - (seq.rows_q + kBlockM - 1) % kBlockM : 0;
+  return tile * kBlockM - lacks / 64 * 64;
+}
+
 // A tile of the launch, as the planner tells it to the others.
 struct alignas(16) Tile {
   TileRange keys;                               // key tiles that any row sees
   TileRange own[kConsumers];                    // that the rows of a consumer see; begin = end = keys.begin: none
   int seqlen_q, seqlen_k;
+  int first_row;
   int first_q, first_k, head_k;                 // for TMA: its first row, row 0 of the keys
   Work work;                                    // batch < 0: none, kNoneYet or kNoMore
   bool is_careful;                              // V is looked through
   bool not_finite;                              // some of its O, as consumers found
-  DEV int first_row() const { return work.tile * kBlockM; }
   // Whether what is not finite may have come from keys that its rows do not see.
   DEV bool is_doubtful() const { return not_finite && !is_careful && (keys.begin < keys.full_begin || keys.full_end < keys.end); }
 };
@@ -130,10 +137,12 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     Work work = {0, 0, is_drained ? kNoMore : kNoneYet, {}, {}};
     if (is_there) work = work_of_block<kQuerySide>(idx, p);
     const Sequence seq(p, work);
-    const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, first_row = work.tile * kBlockM, head_k = seq.head_k(work.head);
+    const int seqlen_q = seq.seqlen_q, seqlen_k = seq.seqlen_k, head_k = seq.head_k(work.head);
+    const int first_row = first_row_of(seq, work.tile);
     if (acts && is_there) {
       // Q goes to the L2 cache while its place is still taken: from memory it would come late.
-      for (int c = 0; c < kConsumers; c++) prefetch_tile<QLayout>(&p.q_map, seq.first_q + first_row + c * 64, work.head, seq.batch);
+      for (int row = first_row; row < first_row + kBlockM; row += 64)
+        if (row >= 0) prefetch_tile<QLayout>(&p.q_map, seq.first_q + row, work.head, seq.batch);
     }
     mbarrier_wait(shared_address(&s.work_free[slot.stage]), slot.phase ^ 1);
     #pragma unroll 1
@@ -147,16 +156,17 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
     Tile& t = s.work[slot.stage];
     if (acts) {
       t.seqlen_q = seqlen_q, t.seqlen_k = seqlen_k;
-      t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k;
+      t.first_row = first_row, t.first_q = seq.first_q + first_row, t.first_k = seq.first_k, t.head_k = head_k;
       t.work = work;
       t.is_careful = is_careful, t.not_finite = false;
     }
     const HeadMask mask(p, seqlen_q, seqlen_k);
     #pragma unroll 1
     for (int c = -1; c < kConsumers; c++) {     // -1: of the block
-      const int row = first_row + max(c, 0) * 64, end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
+      const int row = c < 0 ? max(first_row, 0) : first_row + c * 64;
+      const int end_row = min(c < 0 ? first_row + kBlockM : row + 64, seqlen_q);
       TileRange keys = {};
-      if (is_there && row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
+      if (is_there && row >= 0 && row < end_row) keys = KeyTiles::of<kBlockN>(mask, row, end_row);
       if (acts && c < 0) {
         t.keys = keys;
         if (kPrefetchKeys && keys.begin < keys.end) {
@@ -298,7 +308,7 @@ DEV void clear_tile(u32 v_tile, const Tile& t, int tile) {
 DEV bool write_out(const Output& rO, const RowStats& rows, const FwdParams& p, const Work& work) {
   const Sequence seq(p, work);
   const u32 lane = thread_index() % 32;
-  const int own_row = warp_row(), first_row = work.tile * kBlockM + (int)((thread_index() - 128) / 128) * 64 + own_row;
+  const int first_row = first_row_of(seq, work.tile) + (int)((thread_index() - 128) / 32) * 16;
   float* gLse = (float*)p.lse + seq.row_index(work.head);
   float inverse[2];
   #pragma unroll
@@ -334,15 +344,15 @@ DEV bool write_out(const Output& rO, const RowStats& rows, const FwdParams& p, c
   return not_finite;
 }
 
-// Writes the rows of a consumer, or of all, of which none sees a key.
+// Writes the rows of a warp, or of all, of which none sees a key.
 DEV void write_empty(const FwdParams& p, const Work& work, int first_row, int num_rows, u32 thread, u32 num_threads) {
   const Sequence seq(p, work);
   Element* gO = seq.query_rows((Element*)p.out, p.out_strides, work.head);
   float* gLse = (float*)p.lse + seq.row_index(work.head);
-  const int rows = min(num_rows, seq.rows_q - first_row);
+  const int begin = max(first_row, 0), rows = min(first_row + num_rows, seq.rows_q) - begin;
   #pragma unroll 1
   for (int i = thread; i < rows * (kHeadDimV / 8); i += num_threads) {
-    const int row = first_row + i / (kHeadDimV / 8), column = i % (kHeadDimV / 8) * 8;
+    const int row = begin + i / (kHeadDimV / 8), column = i % (kHeadDimV / 8) * 8;
     store_chunk<kOutVecBytes>((char*)(gO + row * p.out_strides.row + column), Chunk{}, (p.head_dim_v - column) * 2);
     if (p.lse && column == 0) gLse[row] = -infinity(0.f);
   }
@@ -394,7 +404,7 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
     at.mask = HeadMask(p, t.seqlen_q, t.seqlen_k);
     at.keys = uniform(t.keys);
     at.own = uniform(t.own[consumer]);
-    at.first_row = t.first_row() + (int)((thread_index() - 128) / 32) * 16;
+    at.first_row = t.first_row + (int)((thread_index() - 128) / 32) * 16;
     at.is_careful = kChecksV && uniform(t.is_careful);
     return true;
   };
@@ -402,8 +412,8 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
   const auto next_tile = [&] {
     while (look()) {
       if (at.keys.begin < at.keys.end) return true;
-      const Work work = s.work[slot.stage].work;
-      if (work.batch >= 0) write_empty(p, work, work.tile * kBlockM, kBlockM, thread_index() - 128, kConsumers * 128);
+      const Tile& t = s.work[slot.stage];
+      if (t.work.batch >= 0) write_empty(p, t.work, t.first_row, kBlockM, thread_index() - 128, kConsumers * 128);
       free_slot(slot.stage);
       slot.next();
     }
