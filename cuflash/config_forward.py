@@ -308,6 +308,9 @@ _SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _S
 # Those for sequences of few rows in the mean, and up to how many, without and with a mask: less of a tile lies past the ends of
 # sequences, or is masked.
 _SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 1024), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
+# Those of narrow windows where sequences are not short, and up to how many keys a row sees beside its own: less of a key tile is
+# masked at the two ends.
+_SM90_WINDOW_TILES = {64: (_Sm90Tile(3, 64, True), 256), 128: (_Sm90Tile(3, 64, True), 1024)}
 _SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
 
 
@@ -339,6 +342,10 @@ def _sm90_tile(problem: Problem) -> _Sm90Tile:
     if name in _SM90_SHORT_TILES:
         tile, *rows = _SM90_SHORT_TILES[name]
         if problem.seqlen_q <= rows[_is_masked(problem)] * (problem.batch if problem.varlen else 1):
+            return tile
+    if name in _SM90_WINDOW_TILES and None not in (problem.window_left, problem.window_right):
+        tile, keys = _SM90_WINDOW_TILES[name]
+        if problem.window_left + problem.window_right <= keys:
             return tile
     return _SM90_TILES[name]
 

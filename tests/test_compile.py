@@ -29,6 +29,7 @@ TUNED_HEAD_DIMS = (64, 96, 128, 256)
 TUNED_HOPPER_HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 OTHER_HEAD_DIMS = (32, 160, 192, 224)
 MASKS = {"none": (None, None), "causal": (None, 0), "left": (9, None), "window": (9, 5)}
+EVERY_MASK = MASKS | {"wide window": (4096, 5)}
 SCORES = {
     "scale": dict(softmax_scale=0.1),
     "any scale": dict(softmax_scale=-0.1),
@@ -54,7 +55,7 @@ LONG = dict(seqlen_q=8192, seqlen_k=8192)
 
 
 def problem(dtype, head_dim, head_dim_v=None, mask="none", score="scale", **more) -> Problem:
-    left, right = MASKS[mask]
+    left, right = EVERY_MASK[mask]
     sizes = dict(batch=2, seqlen_q=1000, seqlen_k=1000, heads_q=8, heads_k=2, softmax_scale=0.1)
     return Problem(
         dtype=dtype,
@@ -133,6 +134,9 @@ def hopper_groups(arch):
         yield f"long sequences of head_dim {head_dim} on Hopper", stated, True
     for mask, score in (("window", "scale"), ("none", "softcap"), ("causal", "any scale")):
         yield "long sequences of head_dim 128 on Hopper", problem("float16", 128, None, mask, score, **LONG), False
+    # Narrow windows have other tiles than wide ones.
+    for head_dim, mask in itertools.product((64, 128), ("window", "wide window")):
+        yield "windows on Hopper", problem("bfloat16", head_dim, mask=mask, **LONG), True
     for head_dim, mask in ((64, "causal"), (128, "none"), (128, "causal"), (256, "none")):
         yield "Hopper float16", problem("float16", head_dim, mask=mask), True
     for head_dim, mask in ((64, "none"), (64, "causal"), (128, "none"), (128, "causal"), (128, "window"), (256, "causal")):
@@ -545,7 +549,8 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
 
     met = {tile(constants) for variants in groups().values() for kernel, constants in variants if kernel == "fwd_sm90"}
     sizes = range(32, 257, 32)
-    for head_dim, head_dim_v, mask, length in itertools.product(sizes, sizes, ("none", "causal"), ({}, LONG)):
+    masks = ("none", "causal", "window", "wide window")
+    for head_dim, head_dim_v, mask, length in itertools.product(sizes, sizes, masks, ({}, LONG)):
         stated = problem("float16", head_dim, head_dim_v, mask, **length)
         assert tile(choose(stated, DEVICES["sm_90"], "sm90").constants) in met
 

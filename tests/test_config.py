@@ -312,6 +312,29 @@ def test_heads_that_run_together_share_the_cache(seqlen_k, expected):
 
 
 @pytest.mark.parametrize(
+    "head_dim, sides, block_n",
+    [
+        (64, (256, 0), 64),
+        (64, (200, 57), 128),
+        (64, (256, None), 128),
+        (64, (None, 0), 128),
+        (128, (1024, 0), 64),
+        (128, (1000, 25), 80),
+        (128, (1024, None), 80),
+        (256, (100, 0), 64),
+    ],
+)
+def test_a_narrow_window_has_smaller_key_tiles_on_hopper(head_dim, sides, block_n):
+    left, right = sides
+    sizes = dict(seqlen_q=8192, seqlen_k=8192, window_left=left, window_right=right)
+    assert choose(problem("float16", head_dim, **sizes), H200).block_n == block_n
+    # Short sequences have the rows of their own tile.
+    if head_dim == 128:
+        made = choose(problem("float16", head_dim, **sizes | dict(seqlen_q=1024)), H200)
+        assert (made.block_m, made.block_n) == (128, 128)
+
+
+@pytest.mark.parametrize(
     "seqlen_q, window_right, expected",
     [
         (192, None, 132),  # a tile a head

@@ -110,9 +110,10 @@ def test_lengths_around_the_tiles(backend, heads, mask):
         check(backend, q[:, :seqlen_q], k[:, :seqlen_k], v[:, :seqlen_k], out=out, **MASKS[mask])
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [*MASKS, "wide window"])
 def test_more_rows_than_are_short(backend, mask):
-    """Tiles of 128 columns are others where rows are many."""
+    """Tiles of 128 columns are others where rows are many, and others again in a narrow window."""
+    options = MASKS.get(mask, dict(window=(1000, 100)))
     made = config_of("128", 1100)
     assert made.constants != config_of("128", 1000).constants
     whole = -(-1100 // made.block_m) * made.block_m
@@ -129,7 +130,7 @@ def test_more_rows_than_are_short(backend, mask):
         (whole + 65, whole + 65),
         (1100, whole),
     ):
-        check(backend, q[:, :seqlen_q], k[:, :seqlen_k], v[:, :seqlen_k], **MASKS[mask])
+        check(backend, q[:, :seqlen_q], k[:, :seqlen_k], v[:, :seqlen_k], **options)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 100])
