@@ -67,6 +67,17 @@ class Timing:
         }
 
 
+def order_of_round(count: int, turn: int) -> list[int]:
+    """The order of ``count`` contenders in round ``turn``.
+
+    Each comes once. What ran before a contender leaves it a hot or a cool chip, and so a clock: over ``count`` rounds, twice
+    as many if it is odd, each contender follows each other equally often, and has each place equally often (Williams 1949).
+    """
+    steps = (step for pair in zip(range(count), range(count - 1, -1, -1)) for step in pair)  # 0, n - 1, 1, n - 2, ...
+    order = [(step + turn) % count for _, step in zip(range(count), steps)]
+    return order[::-1] if count % 2 and turn // count % 2 else order
+
+
 def measure(
     calls: dict[str, Callable],
     timer,
@@ -74,14 +85,14 @@ def measure(
     min_runs: int = 10,
     min_seconds: float = 0.06,
     max_seconds: float = 1.0,
-    rounds: int = 3,
+    rounds: int = 4,
 ) -> dict[str, Timing | Exception]:
     """Time contenders in turns. Each has been called before: whatever compiles has compiled.
 
     A run is all calls that the timer makes at once. Each contender gets as many as fill ``min_seconds``, at least
-    ``min_runs``, but no more than fill ``max_seconds`` (and one a round in any case), in ``rounds`` rounds of rotating
-    order; the first of a round is not counted. One whose single run takes longer than ``max_seconds`` gets just that.
-    One that raises gets its exception as result and takes part no more.
+    ``min_runs``, but no more than fill ``max_seconds`` (and one a round in any case), in ``rounds`` rounds, each in an
+    order of its own (``order_of_round``); the first of a round is not counted. One whose single run takes longer than
+    ``max_seconds`` gets just that. One that raises gets its exception as result and takes part no more.
     """
     calls_a_run = getattr(timer, "calls_a_run", 1)
     results: dict[str, Timing | Exception] = {}
@@ -102,8 +113,7 @@ def measure(
         runs[name] = math.ceil(max(1, min(wanted, max_seconds / estimate)) / rounds)
     for turn in range(rounds):
         names = [name for name in calls if name not in results]
-        first = turn % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        for name in (names[i] for i in order_of_round(len(names), turn)):
             try:
                 seconds, reading = timer.block(calls[name], runs[name] + 1)
             except Exception as error:

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import importlib.machinery
+import itertools
 import json
 import math
 import statistics
@@ -495,11 +496,22 @@ def test_contenders_take_turns_and_first_calls_do_not_count():
     assert results["fast"].spread == 0 and results["fast"].record()["nvml_sm_clock_mhz"] == 1700
 
 
+@pytest.mark.parametrize("count", range(1, 7))
+def test_contenders_follow_each_other_equally_often(count):
+    """As what ran before sets the clock."""
+    orders = [timing.order_of_round(count, turn) for turn in range(count * (1 + count % 2))]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followed = [pair for order in orders for pair in itertools.pairwise(order)]
+    places = [place for order in orders for place in enumerate(order)]
+    for met, kinds in ((followed, count * (count - 1)), (places, count * count)):
+        assert len(set(met)) == kinds and {met.count(one) for one in met} <= {1 + count % 2}
+
+
 def test_a_run_of_many_calls_counts_as_all_of_them():
     timer = FakeTimer()
     timer.calls_a_run = 20
     results = timing.measure({"fast": lambda: 1e-3, "slow": lambda: 0.1}, timer, min_runs=3, min_seconds=0.12)
-    assert len(results["fast"].seconds) == 6 and results["slow"].seconds == [0.1]
+    assert len(results["fast"].seconds) == 8 and results["slow"].seconds == [0.1]  # 6, in four equal rounds
 
 
 def test_a_slow_contender_is_called_once():
