@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import itertools
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -536,6 +537,32 @@ def _fa3_decode(module, case: DecodeCase, arrays: DecodeArrays) -> Callable:
     return lambda: _first(attention(q, k, v, **options))
 
 
+def _fa3_jax(case: Case, arrays: Arrays) -> Callable:
+    """FlashAttention 3 as flash-attn3-jax has it: the one distribution on PyPI with its backward, for JAX. Tensors go to
+    and fro by DLPack, by which each library's stream waits for the other's: of a call nothing runs outside the events
+    that the timer puts around it.
+    """
+    torch = _torch(arrays)
+    _require_half(case)
+    _require(case.backward and not case.step, "is there for its backward, which alone it is timed with")
+    _require(not case.lengths and case.window is None, "is called without packed sequences and windows")
+    _require(case.head_dim == case.head_dim_v <= 128, "its backward has head_dims up to 128")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else JAX takes most of the memory that is free
+    jax, from_torch = _module("jax"), _module("jax.dlpack").from_dlpack
+    module = _module("flash_attn3_jax.flash")
+    options = (case.head_dim**-0.5, case.causal, (-1, -1))
+    forward = jax.jit(lambda *inputs: module._flash_mha_fwd(*inputs, *options))
+    backward = jax.jit(lambda *inputs: module._flash_mha_bwd(*inputs, *options))
+    inputs = tuple(map(from_torch, (arrays.q, arrays.k, arrays.v)))
+    saved = forward(*inputs)
+
+    def gradients():
+        dout = from_torch(arrays.dout)  # in each call: it is what makes JAX's stream wait
+        return tuple(map(torch.from_dlpack, backward(dout, *inputs, *saved)))
+
+    return gradients
+
+
 def _fa4(case: Case, arrays: Arrays) -> Callable:
     torch = _torch(arrays)
     _require_half(case)
@@ -628,6 +655,7 @@ CONTENDERS: dict[str, Callable[[Case, Arrays], Callable]] = {
     "sdpa_efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),
     "sdpa_math": functools.partial(_sdpa, "MATH"),
     "fa3": _fa3,
+    "fa3_jax": _fa3_jax,
     "fa4": _fa4,
     "flashinfer": _flashinfer,
 }
@@ -659,6 +687,7 @@ _NEEDS = {
     "sdpa_efficient": ("torch",),
     "sdpa_math": ("torch",),
     "fa3": ("fa3_fwd_interface", "flash_attn_interface"),
+    "fa3_jax": ("flash_attn3_jax",),
     "fa4": ("flash_attn.cute",),
     "flashinfer": ("flashinfer",),
 }
@@ -737,6 +766,8 @@ _DISTRIBUTIONS = (
     "nvidia-cudnn-cu12",
     "fa3-fwd",
     "flash-attn-3",
+    "flash_attn3_jax",
+    "jax",
     "flash-attn-4",
     "flash-attn",
     "nvidia-cutlass-dsl",

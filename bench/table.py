@@ -18,6 +18,7 @@ TITLES = {
     "xla": "unfused (XLA)",
     "cudnn": "cuDNN (JAX)",
     "fa3": "FA3",
+    "fa3_jax": "FA3 (JAX)",
     "fa4": "FA4",
     "flashinfer": "FlashInfer",
     "cuflash-deterministic": "deterministic",

@@ -939,6 +939,39 @@ def test_packed_sequences_through_torch_and_fa3(monkeypatch):
         peers.make("fa3", dataclasses.replace(case, backward=True), arrays)
 
 
+def test_backward_of_fa3_through_jax(monkeypatch):
+    fake_torch(monkeypatch)
+    sys.modules["torch"].from_dlpack = lambda x: f"torch:{x}"
+    names = ("jax", "jax.dlpack", "flash_attn3_jax", "flash_attn3_jax.flash")
+    jax, dlpack, _, flash = made = [types.ModuleType(name) for name in names]
+    for name, module in zip(names, made, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    passed, called = [], []
+
+    def from_dlpack(x):
+        passed.append(str(x))
+        return f"jax:{x}"
+
+    dlpack.from_dlpack, jax.jit = from_dlpack, lambda function: function
+    flash._flash_mha_fwd = lambda *arguments: called.append(arguments) or ("out", "lse")
+    flash._flash_mha_bwd = lambda *arguments: called.append(arguments) or ("dq", "dk", "dv")
+    arrays = cases.Arrays("torch", *map(FakeTensor, ("q", "k", "v", "dout")))
+    case = tiny(dtype="bfloat16", causal=True, backward=True, head_dim=64, head_dim_v=64)
+    call = peers.make("fa3_jax", case, arrays)
+    assert call() == call() == ("torch:dq", "torch:dk", "torch:dv")
+    inputs, options = ("jax:q", "jax:k", "jax:v"), (0.125, True, (-1, -1))
+    assert called == [(*inputs, *options), *[("jax:dout", *inputs, "out", "lse", *options)] * 2]
+    assert passed == ["q", "k", "v", "dout", "dout"]  # dout in each call: JAX waits for it
+    for change, why in (
+        ({"backward": False}, "for its backward"), ({"step": True}, "for its backward"), ({"window": (5, 0)}, "windows"),
+        ({"lengths": (24, 3), "batch": 2}, "packed"), ({"head_dim": 256, "head_dim_v": 256}, "up to 128"),
+        ({"head_dim_v": 32}, "up to 128"), ({"dtype": "float32"}, "takes float16"),
+    ):
+        with pytest.raises(peers.Unavailable, match=why):
+            peers.make("fa3_jax", dataclasses.replace(case, **change), arrays)
+
+
 def test_cuflash_gets_what_its_functions_take(monkeypatch):
     seen = []
 
@@ -1059,7 +1092,7 @@ def test_one_query_through_torch_sees_all_keys(monkeypatch):
 def nothing_installed(monkeypatch):
     """No peer can be imported, whatever this machine has."""
     real = importlib.util.find_spec
-    absent = ("torch", "fa3_fwd_interface", "flash_attn_interface", "flash_attn", "flashinfer")
+    absent = ("torch", "fa3_fwd_interface", "flash_attn_interface", "flash_attn3_jax", "flash_attn", "flashinfer")
     monkeypatch.setattr(
         peers.importlib.util,
         "find_spec",
@@ -1071,7 +1104,7 @@ def nothing_installed(monkeypatch):
 
 
 def test_a_peer_that_is_not_installed_gives_the_reason(nothing_installed):
-    for name in ("sdpa_flash", "fa3", "fa4", "flashinfer"):
+    for name in ("sdpa_flash", "fa3", "fa3_jax", "fa4", "flashinfer"):
         assert peers.missing(name).startswith("not installed (no module ")
     assert peers.missing("cuflash") is None and peers.missing("unfused") is None
 
@@ -1079,7 +1112,7 @@ def test_a_peer_that_is_not_installed_gives_the_reason(nothing_installed):
 def test_a_peer_that_does_not_take_the_arrays_gives_the_reason():
     case = tiny()
     arrays = cases.make_arrays(case, "numpy")
-    for name in ("sdpa_flash", "sdpa_math", "fa3", "fa4", "flashinfer"):
+    for name in ("sdpa_flash", "sdpa_math", "fa3", "fa3_jax", "fa4", "flashinfer"):
         with pytest.raises(peers.Unavailable, match="takes torch tensors, not numpy arrays"):
             peers.make(name, case, arrays)
     with pytest.raises(peers.Unavailable, match="tiers are for GPUs"):
