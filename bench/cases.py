@@ -180,6 +180,11 @@ class Case:
         return replace(self, heads_k=self.heads_q)
 
     @property
+    def unwindowed(self) -> Case:
+        """The case whose rate is the measure of a window: all keys up to a query's own."""
+        return replace(self, window=None, causal=True) if self.window else self
+
+    @property
     def dense(self) -> Case:
         """The dense case whose rate is the measure of a packed one: the same sequences if they are as long, else as
         many tokens in sequences as long as the longest.
@@ -468,7 +473,12 @@ class Asked:
 def asked(case: Case) -> list[Asked]:
     """The targets of the suites that have some."""
     if case.suite == "backward":
-        return [Asked(1.0 if case.head_dim <= 128 else 0.9, "sdpa_flash"), Asked(0.75, "cuflash-deterministic", keeps=True)]
+        rivals = [Asked(1.0, name) for name in ("sdpa_flash", "sdpa_cudnn", "fa3_jax", "fa4")]
+        return [*rivals, Asked(0.9, "cuflash-deterministic", keeps=True)]
+    if case.suite == "forward":
+        return [Asked(1.0, "sdpa_cudnn"), Asked(1.0, "fa3"), Asked(0.98, "cuflash-bfloat16")]
+    if case.suite == "window":
+        return [Asked(0.8, "cuflash-causal")] if case.window == (1024, 0) else []
     if case.suite == "gqa":
         return [Asked(1.0, "cuflash-mha")]
     if case.suite != "varlen":

@@ -638,6 +638,8 @@ _OWN = {
     "cuflash-cupy": {"through_cupy": True},
     "cuflash-dense": {},
     "cuflash-mha": {},
+    "cuflash-causal": {},
+    "cuflash-bfloat16": {},
     **{name: {} for name in BESIDE},
 }
 # Whose calls are timed by the host's clock too, where they are those of a decoding.
@@ -666,7 +668,7 @@ USUAL = {
     "float32": ("sdpa_efficient", "sdpa_math", "unfused"),
     "float64": ("sdpa_math", "unfused"),
     "gqa": ("cuflash-mha", "sdpa_flash", "fa3", "fa4"),
-    "window": ("fa3", "fa4", "flashinfer"),
+    "window": ("cuflash-causal", "fa3", "fa4", "flashinfer"),
     "small": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "unfused"),
     # What the targets need: a peer that draws more power in the rotation slows the others down.
     "backward": ("cuflash-deterministic", "sdpa_flash"),
@@ -722,14 +724,16 @@ def problem_of(name: str, case: Case) -> Case:
         beside = BESIDE[what](case) if isinstance(case, DecodeCase) else None
         _require(beside is not None, "would be the case itself")
         return beside
-    if what == "cuflash-mha":
-        _require(case.heads_q != case.heads_k, "would be the case itself")
-        return case.ungrouped
-    if what != "cuflash-dense":
+    if what == "cuflash-dense":
+        _require(bool(case.lengths), "the sequences are not packed")
+        _require(not case.wall, "compares rates, not the host's time")
+        return case.dense
+    if what not in ("cuflash-mha", "cuflash-causal", "cuflash-bfloat16"):
         return case
-    _require(bool(case.lengths), "the sequences are not packed")
-    _require(not case.wall, "compares rates, not the host's time")
-    return case.dense
+    others = {"mha": case.ungrouped, "causal": case.unwindowed, "bfloat16": replace(case, dtype="bfloat16")}
+    other = others[what.removeprefix("cuflash-")]
+    _require(other != case, "would be the case itself")
+    return other
 
 
 def is_clocked(name: str) -> bool:
