@@ -78,6 +78,12 @@ def order_of_round(count: int, turn: int) -> list[int]:
     return order[::-1] if count % 2 and turn // count % 2 else order
 
 
+def balanced_rounds(count: int) -> int:
+    """The fewest rounds, four at least, over which ``order_of_round`` favours none of ``count`` contenders."""
+    once = count if count % 2 == 0 else 2 * count
+    return once * max(1, math.ceil(4 / once))
+
+
 def measure(
     calls: dict[str, Callable],
     timer,
@@ -85,16 +91,17 @@ def measure(
     min_runs: int = 10,
     min_seconds: float = 0.06,
     max_seconds: float = 1.0,
-    rounds: int = 4,
+    rounds: int | None = None,
 ) -> dict[str, Timing | Exception]:
     """Time contenders in turns. Each has been called before: whatever compiles has compiled.
 
     A run is all calls that the timer makes at once. Each contender gets as many as fill ``min_seconds``, at least
-    ``min_runs``, but no more than fill ``max_seconds`` (and one a round in any case), in ``rounds`` rounds, each in an
-    order of its own (``order_of_round``); the first of a round is not counted. One whose single run takes longer than
-    ``max_seconds`` gets just that. One that raises gets its exception as result and takes part no more.
+    ``min_runs``, but no more than fill ``max_seconds`` (and one a round in any case), in ``rounds`` rounds (None:
+    ``balanced_rounds``), each in an order of its own (``order_of_round``); the first of a round is not counted. One whose
+    single run takes longer than ``max_seconds`` gets just that. One that raises gets its exception as result and takes
+    part no more.
     """
-    calls_a_run = getattr(timer, "calls_a_run", 1)
+    calls_a_run, rounds = getattr(timer, "calls_a_run", 1), rounds or balanced_rounds(len(calls))
     results: dict[str, Timing | Exception] = {}
     runs: dict[str, int] = {}
     samples = {name: [] for name in calls}
