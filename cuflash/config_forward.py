@@ -310,7 +310,7 @@ _SM90_TILES = {64: _Sm90Tile(3, 128, True), 96: _Sm90Tile(3, 96, False), 128: _S
 _SM90_SHORT_TILES = {128: (_Sm90Tile(2, 128, True), 1024, 1024), 256: (_Sm90Tile(2, 64, True), 512, 1 << 31)}
 # Those of narrow windows where sequences are not short, and up to how many keys a row sees beside its own: less of a key tile is
 # masked at the two ends.
-_SM90_WINDOW_TILES = {64: (_Sm90Tile(3, 64, True), 256), 128: (_Sm90Tile(3, 64, True), 1024)}
+_SM90_WINDOW_TILES = {64: (_Sm90Tile(3, 64, False), 256), 128: (_Sm90Tile(3, 64, False), 1024)}
 _SM90_SOFTCAP_TILE = _Sm90Tile(3, 96, True)     # of head_dim 64: with 128 keys the registers of tanh spill
 
 

@@ -28,7 +28,6 @@
 #include "attn/bwd_wgmma.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/reduce.cuh"
-#include "ptx/wgmma_at.cuh"
 
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;

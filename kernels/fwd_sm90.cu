@@ -199,6 +199,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
+  const bool tells_end = acts && (kVarlen || p.tiles);          // else the planner does not wait for it
   Ring<kSlots> slot;
   Ring<1> q;
   Ring<kStages> k;                              // of K; V is a stage behind
@@ -213,14 +214,14 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
     if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
     slot.next();
     if (begin >= end) {
-      if (acts) mbarrier_arrive(shared_address(&s.nears_end));
+      if (tells_end) mbarrier_arrive(shared_address(&s.nears_end));
       continue;
     }
     // K of the next key tile before V of this one: so their places become free.
     #pragma unroll 1
     for (int tile = end; tile >= begin; tile--) {
       const int row = first_k + tile * kBlockN;
-      if (acts && (tile == begin + kTakeAhead || (tile == end && tile < begin + kTakeAhead)))
+      if (tells_end && (tile == begin + kTakeAhead || (tile == end && tile < begin + kTakeAhead)))
         mbarrier_arrive(shared_address(&s.nears_end));
       if (tile > begin) {
         const u32 k_ready = shared_address(&s.k_ready[k.stage]);

@@ -23,10 +23,11 @@ template <int kSize> DEV void wgmma_pin(float (&d)[kSize]) {
 
 // d (64 x N) = a (64 x 16) * b (16 x N), or += where `add`. Thread t of the warpgroup holds d[i] of row t/32*16 + t%32/4 +
 // 8*(i/2%2), column i/4*8 + t%4*2 + i%2; a in registers has the layout of mma_m16n8k16. _ss: a and b in shared memory, both
-// with k contiguous; _ss_trans: b with N contiguous. _rs: a in registers, b with N contiguous. Trap: d and a are off limits
-// until the group has been waited for.
+// with k contiguous; _ss_trans: b with N contiguous; _ss_at: a with M contiguous. _rs: a in registers, b with N contiguous.
+// Trap: d and a are off limits until the group has been waited for.
 template <typename T, int kSize> DEV void wgmma_ss(float (&d)[kSize], u64 a, u64 b, bool add);
 template <typename T, int kSize> DEV void wgmma_ss_trans(float (&d)[kSize], u64 a, u64 b, bool add);
+template <typename T, int kSize> DEV void wgmma_ss_at(float (&d)[kSize], u64 a, u64 b, bool add);
 template <typename T, int kSize> DEV void wgmma_rs(float (&d)[kSize], const u32 (&a)[4], u64 b, bool add);
 
 #define WGMMA_NAMES_24 \
@@ -69,16 +70,16 @@ template <typename T, int kSize> DEV void wgmma_rs(float (&d)[kSize], const u32 
     "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
     "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-#define WGMMA_SS(name, T, type, n, regs, a_name, b_name, add_name, b_trans)                                                     \
+#define WGMMA_SS(name, T, type, n, regs, a_name, b_name, add_name, a_trans, b_trans)                                            \
   template <> DEV void name<T, regs>(float (&d)[regs], u64 a, u64 b, bool add) {                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_name ", 0;\n"                                                         \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_NAMES_##regs "}, " a_name ", "     \
-                 b_name ", p, 1, 1, 0, " b_trans ";\n}"                                                                        \
+                 b_name ", p, 1, 1, " a_trans ", " b_trans ";\n}"                                                            \
                  : WGMMA_SUMS_##regs : "l"(a), "l"(b), "r"((int)add) : "memory");                                              \
   }
 #define WGMMA(T, type, n, regs, r0, r1, r2, r3, r4, r5)                                                                        \
-  WGMMA_SS(wgmma_ss, T, type, n, regs, r0, r1, r2, "0")                                                                        \
-  WGMMA_SS(wgmma_ss_trans, T, type, n, regs, r0, r1, r2, "1")                                                                  \
+  WGMMA_SS(wgmma_ss, T, type, n, regs, r0, r1, r2, "0", "0")                                                                   \
+  WGMMA_SS(wgmma_ss_trans, T, type, n, regs, r0, r1, r2, "0", "1")                                                             \
   template <> DEV void wgmma_rs<T, regs>(float (&d)[regs], const u32 (&a)[4], u64 b, bool add) {                                \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " r5 ", 0;\n"                                                              \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" WGMMA_NAMES_##regs "}, {" r0 ", " r1       \
@@ -93,6 +94,8 @@ WGMMA_TYPES(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 WGMMA_TYPES(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 WGMMA_TYPES(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
+WGMMA_SS(wgmma_ss_at, half, "f16", 80, 40, "%40", "%41", "%42", "1", "0")
+WGMMA_SS(wgmma_ss_at, bf16, "bf16", 80, 40, "%40", "%41", "%42", "1", "0")
 #undef WGMMA_TYPES
 #undef WGMMA
 #undef WGMMA_SS
