@@ -38,7 +38,8 @@ constexpr bool kStagesDq = STAGES_DQ;           // dQ is added in bulk, from sha
 // A turn ends behind S and dP of the next query tile; or before the consumer waits for what other blocks add to dQ.
 constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
 static_assert(kVSlots == kSlots || kVSlots == 1, "V of a tile has a slot");
-static_assert(kVSlots == kSlots || !kDeterministic, "the planner has turns to pass and cannot wait for V");
+// V in a slot for all tiles is waited for by the planner; or by the loader, where the planner has turns to pass.
+constexpr bool kLoaderHasV = kDeterministic && kVSlots == 1;
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
 
@@ -61,6 +62,7 @@ using DsLayout = PanelLayout<kBlockM, kBlockN>;                 // a row is a qu
 struct Tile : KeyTile {
   float* gDqSum;
   int* turns;                                   // DETERMINISTIC: of query tile 0 of that head
+  int row_k;                                    // for TMA: its first key
   int keys_are_poisoned;
 };
 
@@ -83,28 +85,28 @@ DEV bool is_partial(const volatile Tile& t, const Visit& v) {
   return is_partial((const volatile KeyTile&)t, v) | (kHasMask && t.keys_are_poisoned);
 }
 
-// DETERMINISTIC: tells the next key tile of each query tile that this one has added its dQ.
-DEV void pass_turns(SharedStorage& s, const BwdParams& p, const volatile Tile& t, Ring<kStages>& at) {
-  const int visits = uniform(t.visits);
-  Visit visit = first_visit(t);
-  #pragma unroll 1
-  for (int i = 0; i < visits; i++, visit.advance(t), at.next()) {
-    mbarrier_wait(shared_address(&s.dq_added[at.stage]), at.phase);
-    if (thread_index() % 32 == 0) {
-      pass_turn(t.turns + visit.head * p.num_query_tiles + visit.tile);
-      mbarrier_arrive(shared_address(&s.turn_passed[at.stage]));
-    }
-  }
+// DETERMINISTIC: tells the next key tile that this one has added its dQ of visit `i`; `passed` visits of all tiles were before it.
+// By one thread.
+DEV void pass_turn(SharedStorage& s, const BwdParams& p, const volatile Tile& t, int i, u32 passed) {
+  const u32 stage = passed % kStages, phase = passed / kStages % 2;
+  const int heads = t.heads;
+  mbarrier_wait(shared_address(&s.dq_added[stage]), phase);
+  pass_turn(t.turns + i % heads * p.num_query_tiles + t.end - 1 - i / heads);
+  mbarrier_arrive(shared_address(&s.turn_passed[stage]));
 }
+
+// How many visits of a tile are left when the planner, where it passes turns, takes the next tile: the loader is ahead of it.
+constexpr int kTurnsAhead = 4;
 
 // The planner loads K and V of its tiles. One that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks
 // that run have taken: the least that is not finished waits for none, and its block, which computes its tiles in their order, is
-// at it. Behind that it passes on the turns of the tile that is being computed.
+// at it. There the planner passes on turns: behind telling a tile those of the last visits of the tile before, and of all but
+// the last of this one. It asks for the next number one visit early, as the turns do not wait for it then.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
-  Ring<kStages> at;
-  bool is_first = true;
-  u32 v_phase = 0;
-  const auto take = [&] { return (kDeterministic ? 0 : gridDim.x) + take_ticket(p); };
+  u32 v_phase = 0, passed = 0;
+  int visits_left = 0;                          // of the tile before, whose turns are to be passed on
+  u32 next = kDeterministic && thread_index() % 32 == 0 ? take_ticket(p) : 0;
+  const auto take = [&] { return kDeterministic ? next : gridDim.x + take_ticket(p); };
   const auto load_v = [&](const KeyWork<kBlockM, kBlockN>& keys, const Work& work, u32 slot) {
     load_tile<VLayout>(shared_address(s.sV[slot % kVSlots]), &p.v_map, shared_address(&s.kv_ready[slot]), keys.row_k(), work.head,
                        keys.seq.batch);
@@ -126,24 +128,39 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       t.keys_are_poisoned = 0;
       t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, keys.first_head) * (kDqGroup * kHeadDim);
       if (kDeterministic) t.turns = turn_of(p, seq, work.batch, keys.first_head, 0, kBlockM);
+      if (kLoaderHasV) t.row_k = keys.row_k();
       mbarrier_arrive(shared_address(&s.work_ready[slot]));
-      if (kVSlots == 1 && keys.visits > 0) {
+      if (kVSlots == 1 && !kLoaderHasV && keys.visits > 0) {
         mbarrier_wait(shared_address(&s.v_free), v_phase ^ 1);
         load_v(keys, work, slot);
         v_phase ^= 1;
       }
+      if constexpr (kDeterministic) {
+        const int now = max(t.visits - kTurnsAhead, 0);
+        #pragma unroll 1
+        for (int i = -visits_left; i < now; i++, passed++) {
+          const volatile Tile& of = s.work[i < 0 ? slot ^ 1 : slot];
+          if (i == now - 1) next = take_ticket(p);
+          pass_turn(s, p, of, i < 0 ? of.visits + i : i, passed);
+        }
+        if (now == -visits_left) next = take_ticket(p);         // there was none to pass
+        visits_left = t.visits - now;
+      }
     }
     __syncwarp();
-    if (kDeterministic && !is_first) pass_turns(s, p, s.work[slot ^ 1], at);
-    is_first = false;
   });
 }
 
-// DETERMINISTIC: waits until the key tiles before this one have added their dQ. A counter counts those that have.
-DEV void await_turn(const volatile Tile& t, const BwdParams& p, const Visit& v) {
-  const int first = HeadMask(p, t.seqlen_q, t.seqlen_k).key_begin(v.tile * kBlockM) / kBlockN;  // KeyTiles' begin
-  wait_for_turn(t.turns + v.head * p.num_query_tiles + v.tile, t.first_key / kBlockN - first);
-}
+// DETERMINISTIC: a turn to wait for: of how many key tiles its word of p.turns must tell. Word 0 is none.
+struct Turn {
+  u32 word = 0;
+  int key_tiles = 0;
+  DEV Turn() {}
+  DEV Turn(const volatile Tile& t, const BwdParams& p, const Visit& v) {
+    const int first = HeadMask(p, t.seqlen_q, t.seqlen_k).key_begin(v.tile * kBlockM) / kBlockN;        // KeyTiles' begin
+    word = (u32)(t.turns - p.turns) + v.head * p.num_query_tiles + v.tile, key_tiles = t.first_key / kBlockN - first;
+  }
+};
 
 // The loader, one warp, of which one thread acts. It waits for turns too, each after the next query tile has been loaded, and
 // until the one of two before has been passed on: dq_added tells no more apart.
@@ -151,38 +168,50 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() % 32 == 0;
   Ring<kSlots> slot;
   Ring<kStages> at;
+  u32 v_phase = 1;
+  Turn turn;                                    // of the last visit, of whichever tile
+  const auto await_turn = [&] {
+    if (!acts || turn.word == 0) return;
+    wait_for_turn(p.turns + turn.word, turn.key_tiles);
+    mbarrier_wait(shared_address(&s.turn_passed[at.stage ^ 1]), at.phase ^ at.stage);
+    mbarrier_arrive(shared_address(&s.turn_ready[at.stage ^ 1]));
+  };
   #pragma unroll 1
   for (;; slot.next()) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
-    if (visits < 0) return;
-    Visit visit = first_visit(t), last = visit;
+    if (visits < 0) break;
+    Visit visit = first_visit(t);
     const int near_end = max(visits - kTakeAhead, 0);
     if (!kDeterministic && visits == 0 && acts) mbarrier_arrive(shared_address(&s.nears_end));
     #pragma unroll 1
-    for (int i = 0; i < visits + kDeterministic; i++) {
+    for (int i = 0; i < visits; i++) {
       if (!kDeterministic && i == near_end && acts) mbarrier_arrive(shared_address(&s.nears_end));
       mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
-      if (i < visits && acts) {
+      if (acts) {
         const int row = t.row_q + visit.tile * kBlockM, head = t.first_head + visit.head, batch = t.batch_axis;
         const u32 raw = shared_address(&s.raw[at.stage]);
         mbarrier_expect(raw, 2 * QLayout::kBytes);
         load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
         load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
+        if (kLoaderHasV && i == 0) {
+          mbarrier_wait(shared_address(&s.v_free), v_phase);
+          load_tile<VLayout>(shared_address(s.sV[0]), &p.v_map, shared_address(&s.kv_ready[slot.stage]), t.row_k,
+                             t.first_head / t.heads, batch);
+          v_phase ^= 1;
+        }
       }
-      if (kDeterministic && i > 0 && acts) {
-        await_turn(t, p, last);
-        mbarrier_wait(shared_address(&s.turn_passed[at.stage ^ 1]), at.phase ^ at.stage);
-        mbarrier_arrive(shared_address(&s.turn_ready[at.stage ^ 1]));
+      if constexpr (kDeterministic) {
+        await_turn();
+        turn = Turn(t, p, visit);
       }
-      if (i == visits) break;
-      last = visit;
       visit.advance(t);
       at.next();
     }
     arrive_warp(s.work_free[slot.stage]);
   }
+  if constexpr (kDeterministic) await_turn();
 }
 
 DEV void separate_nonfinite_keys(SharedStorage& s, u32 slot) {
@@ -396,7 +425,6 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const u64 ds = descriptor_of<DsLayout>(s.sDS[0], kHalvesRows ? consumer * 64 : 0);
   const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK[0]), kHalvesRows ? 0 : consumer * (kDqCols / 16));
   const int warp_key = consumer * 64 + warp_row();
-  const auto sync_consumer = [&] { barrier_sync(3 + consumer, 128); };
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
   constexpr u32 kVBytes = kVSlots > 1 ? VLayout::kBytes : 0;    // from slot to slot
   const bool is_speaker = speaks();             // kept: the loop has a predicate for it
@@ -458,10 +486,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       if constexpr (kStagesDq) stage_dq(shared_address(s.sDQ[warp_key / 16]), rDQ);
       else if constexpr (kTransposesDq) add_dq_transposed(t, p, last, consumer, rDQ);
       else add_dq(dq_of(t, p, last, consumer), rDQ);
-      if (kDeterministic) {
-        sync_consumer();
-        if (is_speaker) mbarrier_arrive(shared_address(&s.dq_added[stage]));
-      }
+      if constexpr (kDeterministic) arrive_warp(s.dq_added[stage]);
     };
     // Shows dS to products of both consumers, and dQ to TMA, which adds it if it `is_there`.
     const auto publish = [&](bool is_there) {
@@ -550,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.free[i]), kConsumers);
       mbarrier_init(shared_address(&s.ds_free[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_ready[i]), 1);
-      mbarrier_init(shared_address(&s.dq_added[i]), kConsumers);
+      mbarrier_init(shared_address(&s.dq_added[i]), kDeterministic ? kConsumers * 4 : kConsumers);
       mbarrier_init(shared_address(&s.turn_passed[i]), 1);
     }
     mbarrier_init(shared_address(&s.nears_end), 1);
