@@ -52,24 +52,32 @@ class _Sm90Tile(NamedTuple):
     k_panel: int            # columns of a panel of K: a warpgroup's half of dq begins with one
     v_slots: int = 2        # of the tiles of the launch that have one for their V: all, or one for all
     stages_dq: bool = False     # dq is added in bulk, from shared memory
+    stages: int = 2         # of Q and dO
+    k_slots: int = 2        # as v_slots
 
 
 _SM90_BLOCK_N = 128         # two warpgroups own 64 keys each
-_SM90_STAGES = 2
+_SM90_DS_STAGES = 2
 # By the padded head dim, the wider of the two.
 _SM90_TILES = {64: _Sm90Tile(128, 64), 96: _Sm90Tile(64, 16), 128: _Sm90Tile(64, 64)}
-# Of 128, where key tiles do not wait for each other; of many queries that see all keys a larger one, whose dq has no room there.
+# Of 128, where key tiles do not wait for each other; larger ones, whose dq has no room there, by the mask and from how many
+# queries on: of them, and of key tiles that do wait.
 _SM90_STAGED = _Sm90Tile(64, 64, v_slots=1, stages_dq=True)
-_SM90_LONG, _SM90_LONG_SEQLEN = _Sm90Tile(80, 64, v_slots=1), 2048
+_SM90_80_ROWS = _Sm90Tile(80, 64, v_slots=1)
+_SM90_LONG = {"none": (_SM90_80_ROWS, 2048), "right": (_SM90_80_ROWS._replace(stages=3, k_slots=1), 8192)}
+_SM90_WAITING = {"none": (_SM90_80_ROWS, 0), "left": (_SM90_80_ROWS, 1024), "right": (_SM90_80_ROWS, 1024)}
 _SM90_SLOTS = 2             # of tiles of the launch
 # (batch, key head) pairs that run together at least: of grouped heads, which have the query tiles of several, and others; where
-# key tiles of a head wait for each other (deterministic), without a right mask and with one; of wide heads; of packed batches,
-# whose heads have the tiles of all sequences. Measured on the H200: docs/bwd_sm90.md.
+# key tiles of a head wait for each other (deterministic), by the padded head dim, and where they begin with the last query tile
+# under a right mask; of wide heads; of packed batches, whose heads have the tiles of all sequences. Measured on the H200:
+# docs/bwd_sm90.md.
 _SM90_FEW_HEADS = {"grouped": 4, "single": 8}
-_SM90_FEW_WAITING_HEADS = {False: 32, True: 64}
+_SM90_FEW_WAITING_HEADS = {64: 8, 96: 16, 128: 16}
+_SM90_FEW_DESCENDING_HEADS = 64
+_SM90_FEW_ASCENDING_HEADS = 2
 _WIDE_FEW_HEADS = 8
 _PACKED_FEW_HEADS = 2
-_SM90_LISTED = 104          # Tile of kernels/bwd_sm90.cu
+_SM90_LISTED = 112          # Tile of kernels/bwd_sm90.cu
 
 
 def _sm90_head_dim(problem: BackwardProblem) -> int:
@@ -79,10 +87,25 @@ def _sm90_head_dim(problem: BackwardProblem) -> int:
 
 def _sm90_tile(problem: BackwardProblem) -> _Sm90Tile:
     head_dim = _sm90_head_dim(problem)
-    if head_dim < 128 or problem.deterministic:
+    if head_dim < 128:
         return _SM90_TILES[head_dim]
-    is_full = problem.window_left is None and problem.window_right is None
-    return _SM90_LONG if is_full and not problem.varlen and problem.seqlen_q >= _SM90_LONG_SEQLEN else _SM90_STAGED
+    mask = "left" if problem.window_left is not None else "none" if problem.window_right is None else "right"
+    tile, seqlen_q = (_SM90_WAITING if problem.deterministic else _SM90_LONG).get(mask, (None, 0))
+    if tile and not problem.varlen and problem.seqlen_q >= seqlen_q:
+        return tile
+    return _SM90_TILES[head_dim] if problem.deterministic else _SM90_STAGED
+
+
+def _ascending_heads(problem: BackwardProblem, device: Device) -> int:
+    """How many (batch, key head) pairs run together where key tiles that wait for each other under a right mask begin each with
+    a query tile of its own: their q, dout and dq_sum stay in two thirds of the L2 cache. 0: they begin with the last one.
+    """
+    if not problem.deterministic or problem.varlen or problem.window_right is None:
+        return 0
+    group, head_dim, itemsize = problem.heads_q // problem.heads_k, _sm90_head_dim(problem), ITEMSIZE[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * 4
+    heads = device.l2_bytes * 2 // 3 // max(1, group * problem.seqlen_q * row_bytes)
+    return 2 ** (heads.bit_length() - 1) if heads >= _SM90_FEW_ASCENDING_HEADS else 0
 
 
 def _refuse_sm90(problem: BackwardProblem, device: Device) -> str | None:
@@ -102,51 +125,63 @@ def _is_wide(problem: BackwardProblem) -> bool:
 
 def _sm90_smem(problem: BackwardProblem) -> int:
     """Bytes of SharedStorage of kernels/bwd_sm90.cu: K and V, Q and dO, dS; dq; lse and delta of rows; whether keys are
-    finite; barriers; tiles of the launch. Of wide heads that of the larger of two kernels."""
+    finite; tiles of the launch; barriers. Of wide heads that of the larger of two kernels."""
     if _is_wide(problem):
         return max(_wide_smem(_sm90_head_dim(problem)))
-    head_dim, block_n, stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_STAGES, _SM90_SLOTS
+    head_dim, block_n, ds_stages, slots = _sm90_head_dim(problem), _SM90_BLOCK_N, _SM90_DS_STAGES, _SM90_SLOTS
     tile = _sm90_tile(problem)
-    block_m = tile.block_m
-    arrays = 2 * (head_dim * ((slots + tile.v_slots) * block_n + 2 * stages * block_m) + stages * block_m * block_n)
+    block_m, stages = tile.block_m, tile.stages
+    arrays = 2 * (head_dim * ((tile.k_slots + tile.v_slots) * block_n + 2 * stages * block_m) + ds_stages * block_m * block_n)
     arrays += 4 * block_m * head_dim if tile.stages_dq else 16
-    return round_up(arrays + 8 * stages * block_m + slots * (4 * block_n + _SM90_LISTED) + 8 * (3 * slots + 7 * stages + 2), 1024)
+    facts = 8 * stages * block_m + 4 * tile.k_slots * block_n + slots * _SM90_LISTED
+    turns = 16 * (4 if problem.deterministic else 1)
+    return round_up(arrays + facts + turns + 8 * (3 * slots + 3 * stages + 4 * ds_stages + 3), 1024)
 
 
 def _sm90(problem: BackwardProblem, device: Device, refused) -> Config:
     if _is_wide(problem):
         return _wide(problem, device, refused)
     head_dim, smem = _sm90_head_dim(problem), _sm90_smem(problem)
-    tile, block_n, stages = _sm90_tile(problem), _SM90_BLOCK_N, _SM90_STAGES
+    tile, block_n, ascending = _sm90_tile(problem), _SM90_BLOCK_N, _ascending_heads(problem, device)
     if problem.varlen:
         heads, heads_why = _heads_in_group(problem, device, head_dim, few=_PACKED_FEW_HEADS)
     else:
         tiles, all_heads = -(-problem.seqlen_k // block_n), max(1, problem.batch * problem.heads_k)
-        if problem.deterministic:
-            few = _SM90_FEW_WAITING_HEADS[problem.window_right is not None]
-            heads, heads_why = heads_in_wave(device, tiles, few, all_heads)
+        if ascending:
+            heads = min(ascending, all_heads)
+            heads_why = f"heads_in_group = {heads}  # their q, dout and dq_sum stay in two thirds of the L2 cache"
+        elif problem.deterministic and problem.window_right is not None:
+            heads, heads_why = heads_in_wave(device, tiles, _SM90_FEW_DESCENDING_HEADS, all_heads)
+        elif problem.deterministic:
+            few = _SM90_FEW_WAITING_HEADS[head_dim]
+            heads, heads_why = heads_in_wave(device, tiles, few, all_heads, tiles_each=2, power_of_two=True)
         else:
             few = _SM90_FEW_HEADS["grouped" if problem.heads_q > problem.heads_k else "single"]
             heads, heads_why = heads_in_wave(device, tiles, few, all_heads, tiles_each=2, power_of_two=True)
     constants = {
         **_shared_constants(problem),
         "HEAD_DIM": head_dim, "WHOLE_HEADS": int(problem.head_dim == problem.head_dim_v == head_dim),
-        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": stages, "K_PANEL": tile.k_panel,
-        "V_SLOTS": tile.v_slots, "STAGES_DQ": int(tile.stages_dq),
+        "BLOCK_M": tile.block_m, "BLOCK_N": block_n, "STAGES": tile.stages, "K_PANEL": tile.k_panel,
+        "K_SLOTS": tile.k_slots, "V_SLOTS": tile.v_slots, "STAGES_DQ": int(tile.stages_dq),
+        "ASCENDS": int(ascending > 0),
         "SMEM_BYTES": smem, "OUT_VEC_BYTES": problem.out_alignment,
     }
     reasons = (
         f"block_n = {block_n}  # two warpgroups own 64 keys each: a thread keeps {head_dim} numbers of dk and dv in registers",
         f"block_m = {tile.block_m}  # S and dP of a thread take {tile.block_m} registers more; dq is halved by " +
         ("rows" if tile.block_m == 128 else "columns"),
-        f"stages = {stages}  # the next query tile is copied while this one is used, as is the next key tile" +
-        (", but for its V" if tile.v_slots == 1 else ""),
+        f"stages = {tile.stages}  # " + ("the next query tile is" if tile.stages == 2 else "the next two query tiles are") +
+        " copied while this one is used, as is the next key tile" + ("" if tile.v_slots == 2 else ", but for its V" if
+                                                                     tile.k_slots == 2 else ": its V and K as they are free"),
         f"stages_dq = {int(tile.stages_dq)}  # dq is added " +
         ("in bulk, from shared memory, which leaves no place for V of the next key tile" if tile.stages_dq else "from registers"),
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}  # the wider of {problem.head_dim} and {problem.head_dim_v}; the copies pad with zeros",
         f"max_blocks = {device.num_sms}  # a block stays on its multiprocessor and takes one key tile after the other, the next "
         "one by a counter",
+        f"ascends = {int(ascending > 0)}  # " +
+        ("the last key tile of a head comes first, and its visits begin with the first query tile that sees the keys" if ascending
+         else "the first key tile of a head comes first, and its visits begin with the last query tile"),
         heads_why,
     )
     return Config("bwd_sm90", tuple(sorted(constants.items())), 384, smem, "sm90", tile.block_m, block_n, heads, reasons, refused,

@@ -9,13 +9,13 @@
 // Two consumers, warpgroups, own 64 keys each: as accumulators P^T and dS^T then are the A operands of dV and dK. Of dQ each has
 // a half, rows or columns, over all 128 keys: what the other computed of dS it reads from shared memory. Of warpgroup 0 one warp
 // plans tiles and loads their K and V, one loads Q and dO, and two prepare what has landed. A tile lies in slot i, a query tile
-// in stage s; V may have a slot for all tiles:
+// in stage s; dS has stages of its own; K and V may have a slot for all tiles:
 //   work_ready[i]: planner -> all, which tile is next             work_free[i]: all -> planner, they have done with it, K and V
 //   kv_ready[i]:   planner -> preparers, K and V have landed      raw[s]:       loader -> preparers, Q and dO have landed
 //   ready[s]:      preparers -> all, so have the facts of rows    free[s]:      consumers -> loader, the stage has been used
 //   ds_free[s]:    consumers -> consumers, both have computed their dQ of a query tile
-//   v_free:        consumers -> planner, they have done with V, if all tiles share a slot
-//   turn_ready[s]: DETERMINISTIC, the key tiles before this one have added their dQ (attn/gradient.cuh)
+//   v_free, k_free: consumers -> planner, or loader, they have done with V, with K, if all tiles share a slot
+//   turn_ready[s]: DETERMINISTIC, loader -> consumers, the key tiles before this one have added their dQ (attn/gradient.cuh)
 //   dq_added[s]:    consumers -> planner, they have too: it tells the next key tile, which takes a while
 //   turn_passed[s]: planner -> loader, it has done so
 // The consumers take turns to start products and are half a query tile apart: beside the exponentials of one run the products of
@@ -27,21 +27,27 @@
 // A query tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
 #include "attn/bwd_wgmma.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/poll.cuh"
 #include "ptx/reduce.cuh"
 
 constexpr int kBlockM = BLOCK_M;
 constexpr int kBlockN = BLOCK_N;
-constexpr int kStages = STAGES;                 // of Q and dO, and of dS
-constexpr int kVSlots = V_SLOTS;                // kSlots, or one that all tiles share
+constexpr int kStages = STAGES;                 // of Q and dO
+constexpr int kDsStages = 2;                    // one is written while the other consumer may still read the last; also of turns
+constexpr int kKSlots = K_SLOTS, kVSlots = V_SLOTS;     // kSlots, or one that all tiles share
 constexpr bool kDeterministic = DETERMINISTIC;
 constexpr bool kStagesDq = STAGES_DQ;           // dQ is added in bulk, from shared memory
 // A turn ends behind S and dP of the next query tile; or before the consumer waits for what other blocks add to dQ.
 constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
 static_assert(kVSlots == kSlots || kVSlots == 1, "V of a tile has a slot");
-// V in a slot for all tiles is waited for by the planner; or by the loader, where the planner has turns to pass.
-constexpr bool kLoaderHasV = kDeterministic && kVSlots == 1;
+static_assert(kKSlots == kSlots || (kKSlots == 1 && kVSlots == 1), "where K has one slot, V has, which is free before it");
+// A slot for all tiles is waited for by the planner; or by the loader, where the planner has turns to pass.
+constexpr bool kLoaderFills = kDeterministic && kVSlots == 1;
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
-static_assert(kStages == 2, "a consumer writes dS of a tile while the other may still read that of the last");
+
+// Key tiles that wait for each other under a right mask: visits may ascend (plan_tiles).
+constexpr bool kAscends = ASCENDS;
+static_assert(!kAscends || (kDeterministic && kMaskRight && !kVarlen), "each key tile begins at a query tile of its own");
 
 // A consumer's half of dQ: 64 rows of 128, or half of the columns. 80 rows are no product's: there dQ^T = K^T dS^T is computed,
 // of which a row is a column.
@@ -63,20 +69,27 @@ struct Tile : KeyTile {
   float* gDqSum;
   int* turns;                                   // DETERMINISTIC: of query tile 0 of that head
   int row_k;                                    // for TMA: its first key
+  int step;                                     // from a visited query tile to the next: -1, or 1 where they ascend
   int keys_are_poisoned;
 };
 
+// DETERMINISTIC: a turn to wait for: of how many key tiles its counter must tell.
+struct Turn { const int* counter; int key_tiles; };
+constexpr u32 kTurns = 4;                       // that the loader knows at a time: query tiles in stages, and the last before
+static_assert(kStages < kTurns, "a stage is free when the turn of the query tile before has been there");
+
 struct alignas(1024) SharedStorage {
-  u8 sK[kSlots][KLayout::kBytes];
+  u8 sK[kKSlots][KLayout::kBytes];
   u8 sV[kVSlots][VLayout::kBytes];
   u8 sQ[kStages][QLayout::kBytes];
   u8 sDO[kStages][QLayout::kBytes];
-  u8 sDS[kStages][DsLayout::kBytes];
+  u8 sDS[kDsStages][DsLayout::kBytes];
   u8 sDQ[kStagesDq ? kConsumers * 4 : 1][kStagesDq ? kDqWarpBytes : 16];       // a piece of a warp; no array is empty
   float lse[kStages][kBlockM], delta[kStages][kBlockM];         // RowFacts
-  float key_poison[kSlots][kBlockN];           // NaN for a key whose K held NaN or Inf; only if some query tile is partial
-  u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kStages];
-  u64 turn_ready[kStages], dq_added[kStages], turn_passed[kStages], nears_end, v_free;
+  float key_poison[kKSlots][kBlockN];          // NaN for a key whose K held NaN or Inf; only if some query tile is partial
+  u64 work_ready[kSlots], work_free[kSlots], kv_ready[kSlots], raw[kStages], ready[kStages], free[kStages], ds_free[kDsStages];
+  u64 turn_ready[kDsStages], dq_added[kDsStages], turn_passed[kDsStages], nears_end, v_free, k_free;
+  Turn turns[kDeterministic ? kTurns : 1];      // of the loader, who has no registers for them
   volatile Tile work[kSlots];
 };
 static_assert(sizeof(SharedStorage) == SMEM_BYTES, "config.py disagrees on shared memory");
@@ -85,33 +98,59 @@ DEV bool is_partial(const volatile Tile& t, const Visit& v) {
   return is_partial((const volatile KeyTile&)t, v) | (kHasMask && t.keys_are_poisoned);
 }
 
+// The visits of a tile, as Visit has them but for kAscends.
+DEV int first_tile(const volatile Tile& t) { return kAscends && t.step > 0 ? t.begin : t.end - 1; }
+DEV int step_of(const volatile Tile& t) { return kAscends ? t.step : -1; }
+DEV void advance(Visit& v, const volatile Tile& t, int heads) {
+  if (++v.head == heads) v.tile += step_of(t), v.head = 0;
+}
+
 // DETERMINISTIC: tells the next key tile that this one has added its dQ of visit `i`; `passed` visits of all tiles were before it.
 // By one thread.
 DEV void pass_turn(SharedStorage& s, const BwdParams& p, const volatile Tile& t, int i, u32 passed) {
-  const u32 stage = passed % kStages, phase = passed / kStages % 2;
+  const u32 stage = passed % kDsStages, phase = passed / kDsStages % 2;
   const int heads = t.heads;
   mbarrier_wait(shared_address(&s.dq_added[stage]), phase);
-  pass_turn(t.turns + i % heads * p.num_query_tiles + t.end - 1 - i / heads);
+  const int tile = first_tile(t) + i / heads * step_of(t);
+  pass_turn(t.turns + i % heads * p.num_query_tiles + tile);
   mbarrier_arrive(shared_address(&s.turn_passed[stage]));
 }
 
-// How many visits of a tile are left when the planner, where it passes turns, takes the next tile: the loader is ahead of it.
+// DETERMINISTIC: how many visits of a tile are left to pass when the planner tells the next tile: the loader is ahead of it.
 constexpr int kTurnsAhead = 4;
 
-// The planner loads K and V of its tiles. One that waits for others (DETERMINISTIC) waits for lesser numbers, which blocks
-// that run have taken: the least that is not finished waits for none, and its block, which computes its tiles in their order, is
-// at it. There the planner passes on turns: behind telling a tile those of the last visits of the tile before, and of all but
-// the last of this one. It asks for the next number one visit early, as the turns do not wait for it then.
+template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {
+  #pragma unroll 1
+  for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
+}
+
+// The planner loads K and V of its tiles. K that shares its slot comes late, behind dQ of the last query tile: it is brought into
+// the L2 cache before, and lands while dK and dV are written out.
+// DETERMINISTIC: a tile waits only for tiles of lesser numbers, which blocks that run have taken: the least that is not finished
+// waits for none, and its block, which computes its tiles in their order, is at it. There the planner passes on turns: behind
+// telling a tile those of the last visits of the tile before, and of all but the last of this one. To tell one it waits for
+// nothing but the consumers of its block, who by then have all turns of the tile before the last. It asks for the next number one
+// visit early, as the turns do not wait for it then.
+// kAscends: the last key tile, which few queries see, is the first of its head and visits begin with the first query tile that
+// sees the keys: another one for each key tile, which is the second of the key tile after it. So they wait for each other less
+// than where all begin with the last query tile. Long tiles come last then, so the last heads do as otherwise.
 DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   u32 v_phase = 0, passed = 0;
   int visits_left = 0;                          // of the tile before, whose turns are to be passed on
   u32 next = kDeterministic && thread_index() % 32 == 0 ? take_ticket(p) : 0;
   const auto take = [&] { return kDeterministic ? next : gridDim.x + take_ticket(p); };
+  const auto load_k = [&](const KeyWork<kBlockM, kBlockN>& keys, const Work& work, u32 slot) {
+    load_tile<KLayout>(shared_address(s.sK[slot % kKSlots]), &p.k_map, shared_address(&s.kv_ready[slot]), keys.row_k(), work.head,
+                       keys.seq.batch);
+  };
   const auto load_v = [&](const KeyWork<kBlockM, kBlockN>& keys, const Work& work, u32 slot) {
     load_tile<VLayout>(shared_address(s.sV[slot % kVSlots]), &p.v_map, shared_address(&s.kv_ready[slot]), keys.row_k(), work.head,
                        keys.seq.batch);
   };
-  plan<kKeySide, !kDeterministic>(s, p, kDeterministic, take, [&](const Work& work, bool is_there, u32 slot) {
+  plan<kKeySide, !kDeterministic>(s, p, kDeterministic, take, [&](Work work, bool is_there, u32 slot) {
+    const u32 head = work.batch * p.heads_k + work.head, last_head = p.batch * p.heads_k - 1, together = p.heads_in_group;
+    const bool ascends = kAscends && is_there && head / together != last_head / together;
+    if (ascends) work.tile = p.num_tiles - 1 - work.tile;
     const KeyWork<kBlockM, kBlockN> keys(p, work, is_there);
     const Sequence& seq = keys.seq;
     volatile Tile& t = s.work[slot];
@@ -119,20 +158,26 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       const u32 kv_ready = shared_address(&s.kv_ready[slot]);
       if (keys.visits > 0) {
         mbarrier_expect(kv_ready, KLayout::kBytes + VLayout::kBytes);
-        load_tile<KLayout>(shared_address(s.sK[slot]), &p.k_map, kv_ready, keys.row_k(), work.head, seq.batch);
+        if (kKSlots > 1) load_k(keys, work, slot);
+        else prefetch_tile<KLayout>(&p.k_map, keys.row_k(), work.head, seq.batch);
         if (kVSlots > 1) load_v(keys, work, slot);
       } else {
         mbarrier_arrive(kv_ready);
       }
       keys.tell(t, p);
       t.keys_are_poisoned = 0;
+      t.step = ascends ? 1 : -1;
       t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, keys.first_head) * (kDqGroup * kHeadDim);
       if (kDeterministic) t.turns = turn_of(p, seq, work.batch, keys.first_head, 0, kBlockM);
-      if (kLoaderHasV) t.row_k = keys.row_k();
+      if (kLoaderFills) t.row_k = keys.row_k();
       mbarrier_arrive(shared_address(&s.work_ready[slot]));
-      if (kVSlots == 1 && !kLoaderHasV && keys.visits > 0) {
+      if (kVSlots == 1 && !kLoaderFills && keys.visits > 0) {
         mbarrier_wait(shared_address(&s.v_free), v_phase ^ 1);
         load_v(keys, work, slot);
+        if (kKSlots == 1) {
+          mbarrier_wait(shared_address(&s.k_free), v_phase ^ 1);
+          load_k(keys, work, slot);
+        }
         v_phase ^= 1;
       }
       if constexpr (kDeterministic) {
@@ -151,75 +196,84 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   });
 }
 
-// DETERMINISTIC: a turn to wait for: of how many key tiles its word of p.turns must tell. Word 0 is none.
-struct Turn {
-  u32 word = 0;
-  int key_tiles = 0;
-  DEV Turn() {}
-  DEV Turn(const volatile Tile& t, const BwdParams& p, const Visit& v) {
-    const int first = HeadMask(p, t.seqlen_q, t.seqlen_k).key_begin(v.tile * kBlockM) / kBlockN;        // KeyTiles' begin
-    word = (u32)(t.turns - p.turns) + v.head * p.num_query_tiles + v.tile, key_tiles = t.first_key / kBlockN - first;
-  }
-};
+// DETERMINISTIC: how many key tiles add to dQ of a query tile before this one (KeyTiles).
+DEV int key_tiles_before(const volatile Tile& t, const BwdParams& p, const Visit& v) {
+  const HeadMask mask(p, t.seqlen_q, t.seqlen_k);
+  const int tile = t.first_key / kBlockN, first_row = v.tile * kBlockM;
+  if (kAscends && t.step > 0) return (mask.key_end(min(first_row + kBlockM, t.seqlen_q) - 1) - 1) / kBlockN - tile;
+  return tile - mask.key_begin(first_row) / kBlockN;
+}
 
-// The loader, one warp, of which one thread acts. It waits for turns too, each after the next query tile has been loaded, and
-// until the one of two before has been passed on: dq_added tells no more apart.
+// The loader, one thread. It waits for turns too: asks for the next one while it waits for whatever else. One of two visits before
+// must have been passed on, as dq_added tells no more apart.
 DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
-  const bool acts = thread_index() % 32 == 0;
   Ring<kSlots> slot;
   Ring<kStages> at;
   u32 v_phase = 1;
-  Turn turn;                                    // of the last visit, of whichever tile
-  const auto await_turn = [&] {
-    if (!acts || turn.word == 0) return;
-    wait_for_turn(p.turns + turn.word, turn.key_tiles);
-    mbarrier_wait(shared_address(&s.turn_passed[at.stage ^ 1]), at.phase ^ at.stage);
-    mbarrier_arrive(shared_address(&s.turn_ready[at.stage ^ 1]));
+  u32 asked = 0, served = 0;                    // turns
+  const auto ask_turn = [&] {
+    const u32 stage = served % kDsStages;
+    if (served == asked || !mbarrier_test(shared_address(&s.turn_passed[stage]), served / kDsStages % 2 ^ 1)) return;
+    const volatile Turn& turn = s.turns[served % kTurns];
+    if (load_acquire(turn.counter) < turn.key_tiles) return;
+    mbarrier_arrive(shared_address(&s.turn_ready[stage]));
+    served++;
+  };
+  const auto wait = [&](u64& barrier, u32 parity) {
+    if constexpr (kDeterministic) {
+      while (!mbarrier_test(shared_address(&barrier), parity)) ask_turn();
+    } else {
+      mbarrier_wait(shared_address(&barrier), parity);
+    }
   };
   #pragma unroll 1
   for (;; slot.next()) {
-    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    wait(s.work_ready[slot.stage], slot.phase);
     const volatile Tile& t = s.work[slot.stage];
-    const int visits = uniform(t.visits);
+    const int visits = t.visits, heads = t.heads;
     if (visits < 0) break;
-    Visit visit = first_visit(t);
+    Visit visit = {0, first_tile(t)};
     const int near_end = max(visits - kTakeAhead, 0);
-    if (!kDeterministic && visits == 0 && acts) mbarrier_arrive(shared_address(&s.nears_end));
+    if (!kDeterministic && visits == 0) mbarrier_arrive(shared_address(&s.nears_end));
     #pragma unroll 1
     for (int i = 0; i < visits; i++) {
-      if (!kDeterministic && i == near_end && acts) mbarrier_arrive(shared_address(&s.nears_end));
-      mbarrier_wait(shared_address(&s.free[at.stage]), at.phase ^ 1);
-      if (acts) {
-        const int row = t.row_q + visit.tile * kBlockM, head = t.first_head + visit.head, batch = t.batch_axis;
-        const u32 raw = shared_address(&s.raw[at.stage]);
-        mbarrier_expect(raw, 2 * QLayout::kBytes);
-        load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
-        load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
-        if (kLoaderHasV && i == 0) {
-          mbarrier_wait(shared_address(&s.v_free), v_phase);
-          load_tile<VLayout>(shared_address(s.sV[0]), &p.v_map, shared_address(&s.kv_ready[slot.stage]), t.row_k,
-                             t.first_head / t.heads, batch);
-          v_phase ^= 1;
+      if (!kDeterministic && i == near_end) mbarrier_arrive(shared_address(&s.nears_end));
+      wait(s.free[at.stage], at.phase ^ 1);
+      const int row = t.row_q + visit.tile * kBlockM, head = t.first_head + visit.head, batch = t.batch_axis;
+      const u32 raw = shared_address(&s.raw[at.stage]);
+      mbarrier_expect(raw, 2 * QLayout::kBytes);
+      load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
+      load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
+      if (kLoaderFills && i == 0) {
+        const u32 kv_ready = shared_address(&s.kv_ready[slot.stage]);
+        wait(s.v_free, v_phase);
+        load_tile<VLayout>(shared_address(s.sV[0]), &p.v_map, kv_ready, t.row_k, t.first_head / heads, batch);
+        if (kKSlots == 1) {
+          wait(s.k_free, v_phase);
+          load_tile<KLayout>(shared_address(s.sK[0]), &p.k_map, kv_ready, t.row_k, t.first_head / heads, batch);
         }
+        v_phase ^= 1;
       }
       if constexpr (kDeterministic) {
-        await_turn();
-        turn = Turn(t, p, visit);
+        volatile Turn& turn = s.turns[asked++ % kTurns];
+        turn.counter = t.turns + visit.head * p.num_query_tiles + visit.tile;
+        turn.key_tiles = key_tiles_before(t, p, visit);
       }
-      visit.advance(t);
+      advance(visit, t, heads);
       at.next();
     }
-    arrive_warp(s.work_free[slot.stage]);
+    mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
   }
-  if constexpr (kDeterministic) await_turn();
+  if constexpr (kDeterministic)
+    while (served != asked) ask_turn();
 }
 
 DEV void separate_nonfinite_keys(SharedStorage& s, u32 slot) {
   #pragma unroll
-  for (int row = preparer(); row < kBlockN; row += kPreparing) s.key_poison[slot][row] = 0.f;
+  for (int row = preparer(); row < kBlockN; row += kPreparing) s.key_poison[slot % kKSlots][row] = 0.f;
   sync_preparers();
-  separate_nonfinite<KLayout>(shared_address(s.sK[slot]), [&](int row) {
-    s.key_poison[slot][row] = poison();
+  separate_nonfinite<KLayout>(shared_address(s.sK[slot % kKSlots]), [&](int row) {
+    s.key_poison[slot % kKSlots][row] = poison();
     s.work[slot].keys_are_poisoned = 1;
   });
 }
@@ -236,7 +290,8 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     const volatile Tile& t = s.work[slot.stage];
     const int visits = uniform(t.visits);
     if (visits < 0) return;
-    Visit visit = first_visit(t);
+    const int heads = t.heads;
+    Visit visit = {0, uniform(first_tile(t))};
     RowFacts<float> facts[kRows];
     // Asked for before the query tile has landed.
     const auto load_facts = [&] {
@@ -251,8 +306,8 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
     if (visits > 0) {
       load_facts();
       mbarrier_wait(shared_address(&s.kv_ready[slot.stage]), slot.phase);
-      if (kVarlen) clear_rows<KLayout>(shared_address(s.sK[slot.stage]), t.seqlen_k - t.first_key);
-      if (kHasMask && (is_partial(t, visit) || is_partial(t, {0, t.begin}))) separate_nonfinite_keys(s, slot.stage);
+      if (kVarlen) clear_rows<KLayout>(shared_address(s.sK[slot.stage % kKSlots]), t.seqlen_k - t.first_key);
+      if (kHasMask && (is_partial(t, {0, t.begin}) || is_partial(t, {0, t.end - 1}))) separate_nonfinite_keys(s, slot.stage);
       if (kVarlen || kHasMask) {
         fence_async_proxy();
         sync_preparers();
@@ -273,7 +328,7 @@ DEV void prepare_tiles(SharedStorage& s, const BwdParams& p) {
       }
       clear_queries<QLayout>(s, at.stage, rows, is_partial(t, visit), may_be_poisoned);
       arrive_warp(s.ready[at.stage]);
-      visit.advance(t);
+      advance(visit, t, heads);
       if (i + 1 < visits) load_facts();
     }
     arrive_warp(s.work_free[slot.stage]);
@@ -352,7 +407,7 @@ DEV void apply_mask(Scores& rP, Scores& rDS, const SharedStorage& s, u32 slot, c
   for (int r = 0; r < 2; r++) {
     const int tile_key = warp_key + r * 8 + lane / 4, key = t.first_key + tile_key;
     const int begin = mask.row_begin(key) - lane_row, end = key < mask.seqlen_k ? mask.row_end(key) - lane_row : begin;
-    const float poison = kHasMask ? s.key_poison[slot][tile_key] : 0.f;
+    const float poison = kHasMask ? s.key_poison[slot % kKSlots][tile_key] : 0.f;
     #pragma unroll
     for (int i = 0; i < kBlockM / 4; i++) {
       const int row = i / 2 * 8 + i % 2;
@@ -426,11 +481,19 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
   const u64 k_columns = step_columns<KLayout>(descriptor_of<KLayout>(s.sK[0]), kHalvesRows ? 0 : consumer * (kDqCols / 16));
   const int warp_key = consumer * 64 + warp_row();
   const auto sync_consumers = [] { barrier_sync(2, kConsumers * 128); };
-  constexpr u32 kVBytes = kVSlots > 1 ? VLayout::kBytes : 0;    // from slot to slot
+  // From slot to slot.
+  constexpr u32 kKBytes = kKSlots > 1 ? KLayout::kBytes : 0, kVBytes = kVSlots > 1 ? VLayout::kBytes : 0;
   const bool is_speaker = speaks();             // kept: the loop has a predicate for it
 
   Ring<kSlots> slot;
   Ring<kStages> at;
+  Ring<kDsStages> of_ds;
+  const auto ds_stage = [&] { return kStages == kDsStages ? at.stage : of_ds.stage; };
+  const auto ds_phase = [&] { return kStages == kDsStages ? at.phase : of_ds.phase; };        // of turns too
+  const auto next_stage = [&] {
+    at.next();
+    of_ds.next();
+  };
   u32 ds_used = 0;                              // bit s: parity of how many dQ have been computed of stage s of dS
   first_turn(consumer);
   #pragma unroll 1
@@ -447,15 +510,16 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
     Weights rP, rDS;
     DqPart rDQ;
     // The one at hand; the one before, whose dQ is not computed yet; the one whose dQ is in shared memory.
-    Visit visit = first_visit(t), last = visit, sent = visit;
+    Visit visit = {0, uniform(first_tile(t))}, last = visit, sent = visit;
     bool are_poisoned = false;
     // What the slot decides depends on the stage too, by nothing: computed before the loop its descriptors would not all find
     // uniform registers.
     const auto in_slot = [&](u64 descriptor, u32 bytes) {
-      return descriptor_step(descriptor, slot.stage * bytes + at.stage / kStages * 16);
+      constexpr u32 kBeyond = kStages == 2 ? 2 : 4;     // a power of two that no stage reaches
+      return descriptor_step(descriptor, slot.stage * bytes + at.stage / kBeyond * 16);
     };
     const auto start_scores = [&] {
-      multiply_scores<KLayout>(rS, in_slot(k, KLayout::kBytes), descriptor_step(q, at.stage * QLayout::kBytes));
+      multiply_scores<KLayout>(rS, in_slot(k, kKBytes), descriptor_step(q, at.stage * QLayout::kBytes));
       multiply_scores<VLayout>(rDP, in_slot(v, kVBytes), descriptor_step(dout, at.stage * QLayout::kBytes));
     };
     // P and dS in registers, dS in shared memory too.
@@ -470,13 +534,13 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         apply_mask(rS, rDP, s, slot.stage, p, warp_key, visit.tile * kBlockM);
       pack<Element>(rP, rS);
       pack<Element>(rDS, rDP);
-      mbarrier_wait(shared_address(&s.ds_free[at.stage]), (ds_used >> at.stage & 1) ^ 1);
-      store_ds(shared_address(s.sDS[at.stage]), rDS, warp_key);
+      mbarrier_wait(shared_address(&s.ds_free[ds_stage()]), (ds_used >> ds_stage() & 1) ^ 1);
+      store_ds(shared_address(s.sDS[ds_stage()]), rDS, warp_key);
       if (!kStagesDq) fence_async_proxy();
     };
     const auto start_dq = [&](u32 stage) {
       ds_used ^= 1 << stage;
-      multiply_dq(rDQ, descriptor_step(ds, stage * DsLayout::kBytes), in_slot(k_columns, KLayout::kBytes));
+      multiply_dq(rDQ, descriptor_step(ds, stage * DsLayout::kBytes), in_slot(k_columns, kKBytes));
     };
     const auto finish_dq = [&](u32 stage, u32 phase) {
       wgmma_pin(rDQ);
@@ -509,10 +573,10 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         start_dv_dk();
         wgmma_wait<0>();
       } else {
-        start_dq(at.stage ^ 1);
+        start_dq(ds_stage() ^ 1);
         start_dv_dk();
         wgmma_wait<2>();
-        finish_dq(at.stage ^ 1, at.phase ^ at.stage ^ 1);
+        finish_dq(ds_stage() ^ 1, ds_phase() ^ ds_stage() ^ 1);
         wgmma_wait<0>();
       }
       wgmma_pin(rDV);
@@ -531,8 +595,8 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       #pragma unroll 1
       for (int i = 1; i < visits; i++) {
         sum_gradients(i == 1);
-        visit.advance(heads);
-        at.next();
+        advance(visit, t, heads);
+        next_stage();
         mbarrier_wait(shared_address(&s.ready[at.stage]), at.phase);
         start_scores();
         publish(i > 1);
@@ -544,11 +608,12 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       publish(visits > 1);
       if constexpr (!kShortTurns) your_turn(consumer);
       sync_consumers();                         // dS of the last one is written
-      start_dq(at.stage);
+      start_dq(ds_stage());
       wgmma_wait<0>();
-      finish_dq(at.stage, at.phase);
+      if (kKSlots == 1 && is_speaker) mbarrier_arrive(shared_address(&s.k_free));
+      finish_dq(ds_stage(), ds_phase());
       publish(true);
-      at.next();
+      next_stage();
     }
     const int rows = t.rows, rows_used = t.seqlen_k - t.first_key;
     write_gradient(t.gDK, p.dk_strides.row, rDK, (float)p.softmax_scale, warp_key, rows, rows_used, p.head_dim);
@@ -573,6 +638,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
       mbarrier_init(shared_address(&s.raw[i]), 1);
       mbarrier_init(shared_address(&s.ready[i]), kPreparers);
       mbarrier_init(shared_address(&s.free[i]), kConsumers);
+      if (i >= kDsStages) continue;
       mbarrier_init(shared_address(&s.ds_free[i]), kConsumers);
       mbarrier_init(shared_address(&s.turn_ready[i]), 1);
       mbarrier_init(shared_address(&s.dq_added[i]), kDeterministic ? kConsumers * 4 : kConsumers);
@@ -580,6 +646,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
     }
     mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init(shared_address(&s.v_free), kConsumers);
+    mbarrier_init(shared_address(&s.k_free), kConsumers);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -588,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90(const __grid_
     set_fewer_registers<kOtherRegisters>();
     if (warp == 0) plan_tiles(s, p);
     else if (warp <= kPreparers) prepare_tiles(s, p);
-    else load_tiles(s, p);
+    else if (threadIdx.x % 32 == 0) load_tiles(s, p);
   } else {
     set_more_registers<kConsumerRegisters>();
     differentiate(s, p, warpgroup - 1);

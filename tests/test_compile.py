@@ -245,6 +245,14 @@ def hopper_gradient_groups(arch):
         group = "gradients of 128 of many queries on Hopper"
         yield group, backward("bfloat16", 128, score=score, **LONG), True
         yield group, backward("float16", 128, 104, score=score, out_alignment=8, **LONG), True
+        yield group, backward("bfloat16", 128, mask="causal", score=score, **LONG), True
+        for mask in MASKS:
+            yield group, backward("bfloat16", 128, mask=mask, score=score, deterministic=True, **LONG), True
+    # Long enough for no two heads to stay in the L2 cache.
+    for head_dim, mask in itertools.product((64, 96, 128), ("causal", "window")):
+        longer = dict(seqlen_q=2**17, seqlen_k=2**17)
+        stated = backward("bfloat16", head_dim, mask=mask, deterministic=True, **longer)
+        yield f"gradients of {head_dim} on Hopper", stated, True
     for head_dim, head_dim_v, out in ((40, 72, 16), (128, 20, 8), (8, 64, 4), (96, 90, 2)):
         stated = backward("float16", head_dim, head_dim_v, "causal", out_alignment=out)
         yield "unequal gradients on Hopper", stated, True
@@ -556,7 +564,8 @@ def test_the_variants_meet_every_tile_of_the_hopper_forward():
 
 
 def test_the_variants_meet_every_tile_of_the_hopper_backward():
-    names = ("HEAD_DIM", "BLOCK_M", "STAGES", "K_PANEL", "V_SLOTS", "STAGES_DQ", "DETERMINISTIC", "MASK_RIGHT")
+    tiles = ("HEAD_DIM", "BLOCK_M", "STAGES", "K_PANEL", "K_SLOTS", "V_SLOTS", "STAGES_DQ")
+    names = (*tiles, "DETERMINISTIC", "MASK_RIGHT", "ASCENDS")
 
     def tile(constants):
         return tuple(dict(constants)[name] for name in names)

@@ -86,7 +86,8 @@ def assert_sound(made: Config, stated: Problem, device: Device) -> None:
         *_, cast = kernels_of(stated, made)
         assert dict(cast.constants)["TRANSPOSED"] == (made.block_m == 80)
         assert not (constants["STAGES_DQ"] and stated.deterministic)
-        assert constants["V_SLOTS"] == 2 or not stated.deterministic, "a planner that waits passes no turns"
+        assert constants["K_SLOTS"] == 2 or constants["V_SLOTS"] == 1, "V is free before K"
+        assert not constants["ASCENDS"] or (stated.deterministic and stated.window_right is not None and not stated.varlen)
         assert dq_columns % constants["K_PANEL"] == 0 and constants["K_PANEL"] in (16, 32, 64)
         assert stated.alignment == 16 and stated.tma
         assert made.max_blocks == device.num_sms and made.counts_tiles
@@ -369,9 +370,8 @@ def test_key_heads_of_a_backward_that_run_together_share_the_cache(seqlen_q, exp
         (2048, 0, False, 16),
         (2**14, 0, False, 4),
         (2**14, None, False, 4),
-        (257, None, True, 44),
-        (2**14, None, True, 32),
-        (2**14, 0, True, 64),
+        (257, None, True, 64),
+        (2**14, None, True, 8),
     ],
 )
 def test_key_heads_of_a_hopper_backward_that_run_together_fill_it(seqlen_k, window_right, deterministic, expected):
@@ -383,14 +383,37 @@ FULL, CAUSAL = dict(window_right=None), dict(window_right=0)
 
 
 @pytest.mark.parametrize(
+    "head_dim, seqlen_q, heads_q, expected, ascends",
+    [
+        (64, 2048, 8, 32, 1),  # their q, dout and dq_sum take 32 MiB
+        (64, 2**14, 8, 4, 1),
+        (128, 2048, 8, 16, 1),
+        (128, 2**14, 8, 2, 1),
+        (128, 2**14, 16, 64, 0),  # no two stay in the L2 cache
+        (128, 2048, 32, 4, 1),
+    ],
+)
+def test_heads_whose_key_tiles_wait_under_a_right_mask(head_dim, seqlen_q, heads_q, expected, ascends):
+    sizes = dict(batch=16, heads_q=heads_q, heads_k=8, seqlen_q=seqlen_q, seqlen_k=seqlen_q, window_right=0)
+    made = choose(backward("bfloat16", head_dim, deterministic=True, **sizes), H200)
+    assert (made.heads_in_group, dict(made.constants)["ASCENDS"]) == (expected, ascends)
+
+
+@pytest.mark.parametrize(
     "seqlen_q, changes, block_m, stages_dq",
     [
         (2048, FULL, 80, 0),
         (2047, FULL, 64, 1),
-        (2**14, CAUSAL, 64, 1),
+        (8191, CAUSAL, 64, 1),
+        (8192, CAUSAL, 80, 0),
+        (2**14, CAUSAL | dict(varlen=True), 64, 1),
         (2**14, dict(window_left=100), 64, 1),
-        (2**14, FULL | dict(deterministic=True), 64, 0),
-        (2**14, CAUSAL | dict(deterministic=True), 64, 0),
+        (2**14, CAUSAL | dict(window_left=100), 64, 1),
+        (100, FULL | dict(deterministic=True), 80, 0),
+        (1023, CAUSAL | dict(deterministic=True), 64, 0),
+        (1024, CAUSAL | dict(deterministic=True), 80, 0),
+        (1024, CAUSAL | dict(deterministic=True, window_left=100), 80, 0),
+        (2**14, CAUSAL | dict(deterministic=True, varlen=True), 64, 0),
         (2**14, FULL | dict(varlen=True), 64, 1),
         (2**14, FULL | dict(head_dim=96, head_dim_v=96), 64, 0),
         (2**14, FULL | dict(head_dim=104, head_dim_v=8), 80, 0),
@@ -403,6 +426,8 @@ def test_tiles_of_a_hopper_backward(seqlen_q, changes, block_m, stages_dq):
     constants = dict(made.constants)
     assert (made.kernel, made.block_m, constants["STAGES_DQ"]) == ("bwd_sm90", block_m, stages_dq)
     assert constants["V_SLOTS"] == (1 if block_m == 80 or stages_dq else 2)
+    has_three_stages = changes == CAUSAL and block_m == 80
+    assert (constants["STAGES"], constants["K_SLOTS"]) == ((3, 1) if has_three_stages else (2, 2))
 
 
 @pytest.mark.parametrize("heads_k, expected", [(4, 4), (8, 4), (32, 8)])

@@ -4,6 +4,7 @@ All other tests of the forward run on it too. Head dims, masks and kinds are com
 are compiled in all.
 """
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -23,6 +24,7 @@ from support import (
     assert_same,
     backend_named,
     check,
+    check_backward,
     check_varlen,
     compute,
     compute_varlen,
@@ -779,3 +781,20 @@ def test_gradients_of_a_long_head_dim_come_from_two_kernels(backend, monkeypatch
         assert {key[0] for key in jit._loaded} == {"fwd_sm90", "bwd_delta", "bwd_dkv_sm90", "bwd_dq_sm90"}
     assert_right_gradients(Gradients(*map(backend.download, gradients)), dout, *host, causal=True)
     assert backend.download(out).dtype == DTYPES[DTYPE]
+
+
+@pytest.mark.parametrize("heads", ["64", "96", "128"])
+@pytest.mark.parametrize("seqlens", [(130, 130), (700, 300), (300, 700), (2100, 2200)], ids=str)
+@pytest.mark.parametrize("mask", [dict(causal=True), dict(window=(100, 30)), dict(window=(None, 300))], ids=str)
+def test_heads_that_begin_at_other_queries(backend, monkeypatch, heads, seqlens, mask):
+    """Deterministic gradients where the L2 cache holds two heads: all but the last take their key tiles from the last one on."""
+    (seqlen_q, seqlen_k), sizes = seqlens, HEADS[heads]
+    group = 1 if seqlen_q > 2000 else 2
+    host = inputs(DTYPE, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=5 * group, heads_k=5, **sizes)
+    held = group * seqlen_q * (2 * 2 + 4) * sizes["head_dim"]
+    device = dataclasses.replace(launch.device_of(0), l2_bytes=4 * held)
+    with fresh_process_state(monkeypatch), monkeypatch.context() as patch:
+        patch.setattr(launch, "device_of", lambda device_id: device)
+        first, again = (check_backward(backend, dout_of(host[0], host[2]), *host, **mask, deterministic=True) for _ in range(2))
+        assert [int(dict(key[1])["ASCENDS"]) for key in jit._loaded if key[0] == "bwd_sm90"] == [1]
+    assert_same(backend, again, first, "again")
