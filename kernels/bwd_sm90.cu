@@ -14,7 +14,7 @@
 //   kv_ready[i]:   planner -> preparers, K and V have landed      raw[s]:       loader -> preparers, Q and dO have landed
 //   ready[s]:      preparers -> all, so have the facts of rows    free[s]:      consumers -> loader, the stage has been used
 //   ds_free[s]:    consumers -> consumers, both have computed their dQ of a query tile
-//   v_free, k_free: consumers -> planner, or loader, they have done with V, with K, if all tiles share a slot
+//   v_free, k_free: consumers -> planner (of V also loader), they have done with V, with K, if all tiles share a slot
 //   turn_ready[s]: DETERMINISTIC, loader -> consumers, the key tiles before this one have added their dQ (attn/gradient.cuh)
 //   dq_added[s]:    consumers -> planner, they have too: it tells the next key tile, which takes a while
 //   turn_passed[s]: planner -> loader, it has done so
@@ -41,8 +41,9 @@ constexpr bool kStagesDq = STAGES_DQ;           // dQ is added in bulk, from sha
 constexpr bool kShortTurns = kDeterministic && HEAD_DIM > 64;
 static_assert(kVSlots == kSlots || kVSlots == 1, "V of a tile has a slot");
 static_assert(kKSlots == kSlots || (kKSlots == 1 && kVSlots == 1), "where K has one slot, V has, which is free before it");
-// A slot for all tiles is waited for by the planner; or by the loader, where the planner has turns to pass.
-constexpr bool kLoaderFills = kDeterministic && kVSlots == 1;
+static_assert(!kDeterministic || (kKSlots == kSlots && kStages == kDsStages), "turns have the phases of stages");
+// V in a slot for all tiles is waited for by the planner; or by the loader, where the planner has turns to pass.
+constexpr bool kLoaderHasV = kDeterministic && kVSlots == 1;
 static_assert(kBlockN == kConsumers * 64, "a consumer owns 64 keys");
 
 // Key tiles that wait for each other under a right mask: visits may ascend (plan_tiles).
@@ -105,7 +106,7 @@ DEV void advance(Visit& v, const volatile Tile& t, int heads) {
   if (++v.head == heads) v.tile += step_of(t), v.head = 0;
 }
 
-// DETERMINISTIC: tells the next key tile that this one has added its dQ of visit `i`; `passed` visits of all tiles were before it.
+// DETERMINISTIC: tells the next key tile that this one has added its dQ of visit `i`; `passed` visits, of all tiles, were before.
 // By one thread.
 DEV void pass_turn(SharedStorage& s, const BwdParams& p, const volatile Tile& t, int i, u32 passed) {
   const u32 stage = passed % kDsStages, phase = passed / kDsStages % 2;
@@ -169,9 +170,9 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
       t.step = ascends ? 1 : -1;
       t.gDqSum = (float*)p.dq_sum + first_dq_group(p, seq, work.batch, keys.first_head) * (kDqGroup * kHeadDim);
       if (kDeterministic) t.turns = turn_of(p, seq, work.batch, keys.first_head, 0, kBlockM);
-      if (kLoaderFills) t.row_k = keys.row_k();
+      if (kLoaderHasV) t.row_k = keys.row_k();
       mbarrier_arrive(shared_address(&s.work_ready[slot]));
-      if (kVSlots == 1 && !kLoaderFills && keys.visits > 0) {
+      if (kVSlots == 1 && !kLoaderHasV && keys.visits > 0) {
         mbarrier_wait(shared_address(&s.v_free), v_phase ^ 1);
         load_v(keys, work, slot);
         if (kKSlots == 1) {
@@ -204,8 +205,8 @@ DEV int key_tiles_before(const volatile Tile& t, const BwdParams& p, const Visit
   return tile - mask.key_begin(first_row) / kBlockN;
 }
 
-// The loader, one thread. It waits for turns too: asks for the next one while it waits for whatever else. One of two visits before
-// must have been passed on, as dq_added tells no more apart.
+// The loader, one thread. It waits for turns too: asks for the next one while it waits for whatever else. That of two visits
+// before must have been passed on, as dq_added tells no more apart.
 DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   Ring<kSlots> slot;
   Ring<kStages> at;
@@ -244,14 +245,10 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
       mbarrier_expect(raw, 2 * QLayout::kBytes);
       load_tile<QLayout>(shared_address(s.sQ[at.stage]), &p.q_map, raw, row, head, batch);
       load_tile<QLayout>(shared_address(s.sDO[at.stage]), &p.dout_map, raw, row, head, batch);
-      if (kLoaderFills && i == 0) {
-        const u32 kv_ready = shared_address(&s.kv_ready[slot.stage]);
+      if (kLoaderHasV && i == 0) {
         wait(s.v_free, v_phase);
-        load_tile<VLayout>(shared_address(s.sV[0]), &p.v_map, kv_ready, t.row_k, t.first_head / heads, batch);
-        if (kKSlots == 1) {
-          wait(s.k_free, v_phase);
-          load_tile<KLayout>(shared_address(s.sK[0]), &p.k_map, kv_ready, t.row_k, t.first_head / heads, batch);
-        }
+        load_tile<VLayout>(shared_address(s.sV[0]), &p.v_map, shared_address(&s.kv_ready[slot.stage]), t.row_k,
+                           t.first_head / heads, batch);
         v_phase ^= 1;
       }
       if constexpr (kDeterministic) {
@@ -487,12 +484,11 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
 
   Ring<kSlots> slot;
   Ring<kStages> at;
-  Ring<kDsStages> of_ds;
-  const auto ds_stage = [&] { return kStages == kDsStages ? at.stage : of_ds.stage; };
-  const auto ds_phase = [&] { return kStages == kDsStages ? at.phase : of_ds.phase; };        // of turns too
+  u32 parity = 0;                               // of the query tiles so far
+  const auto ds_stage = [&] { return kStages == kDsStages ? at.stage : parity; };
   const auto next_stage = [&] {
     at.next();
-    of_ds.next();
+    parity ^= 1;
   };
   u32 ds_used = 0;                              // bit s: parity of how many dQ have been computed of stage s of dS
   first_turn(consumer);
@@ -576,7 +572,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
         start_dq(ds_stage() ^ 1);
         start_dv_dk();
         wgmma_wait<2>();
-        finish_dq(ds_stage() ^ 1, ds_phase() ^ ds_stage() ^ 1);
+        finish_dq(ds_stage() ^ 1, at.phase ^ ds_stage() ^ 1);      // the phase is of turns
         wgmma_wait<0>();
       }
       wgmma_pin(rDV);
@@ -611,7 +607,7 @@ DEV void differentiate(SharedStorage& s, const BwdParams& p, int consumer) {
       start_dq(ds_stage());
       wgmma_wait<0>();
       if (kKSlots == 1 && is_speaker) mbarrier_arrive(shared_address(&s.k_free));
-      finish_dq(ds_stage(), ds_phase());
+      finish_dq(ds_stage(), at.phase);
       publish(true);
       next_stage();
     }
