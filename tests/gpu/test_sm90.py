@@ -785,7 +785,7 @@ def test_gradients_of_a_long_head_dim_come_from_two_kernels(backend, monkeypatch
 
 @pytest.mark.parametrize("heads", ["64", "96", "128"])
 @pytest.mark.parametrize("seqlens", [(130, 130), (700, 300), (300, 700), (2100, 2200)], ids=str)
-@pytest.mark.parametrize("mask", [dict(causal=True), dict(window=(100, 30)), dict(window=(None, 300))], ids=str)
+@pytest.mark.parametrize("mask", [dict(causal=True), dict(window=(100, 30)), dict(window=(None, 70))], ids=str)
 def test_heads_that_begin_at_other_queries(backend, monkeypatch, heads, seqlens, mask):
     """Deterministic gradients where the L2 cache holds two heads: all but the last take their key tiles from the last one on."""
     (seqlen_q, seqlen_k), sizes = seqlens, HEADS[heads]
