@@ -26,8 +26,8 @@
 // What was tried: docs/bwd_sm90.md.
 // A query tile is masked only if it is partial. Not here: head_dim above 128, arrays that TMA cannot address (bwd_sm80).
 #include "attn/bwd_wgmma.cuh"
+#include "ptx/arrive.cuh"
 #include "ptx/bulk.cuh"
-#include "ptx/poll.cuh"
 #include "ptx/reduce.cuh"
 
 constexpr int kBlockM = BLOCK_M;
@@ -119,11 +119,6 @@ DEV void pass_turn(SharedStorage& s, const BwdParams& p, const volatile Tile& t,
 
 // DETERMINISTIC: how many visits of a tile are left to pass when the planner tells the next tile: the loader is ahead of it.
 constexpr int kTurnsAhead = 4;
-
-template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {
-  #pragma unroll 1
-  for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
-}
 
 // The planner loads K and V of its tiles. K that shares its slot comes late, behind dQ of the last query tile: it is brought into
 // the L2 cache before, and lands while dK and dV are written out.

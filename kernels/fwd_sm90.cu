@@ -105,11 +105,6 @@ DEV u32 num_work(const FwdParams& p) {
   return kVarlen ? p.tiles[0] * p.heads_q : (u32)p.num_tiles * p.batch * p.heads_q;
 }
 
-template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {
-  #pragma unroll 1
-  for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
-}
-
 // Small key tiles gain by it, large ones lose: it takes from the L2 cache what others wait for.
 constexpr bool kPrefetchKeys = KLayout::kBytes + VLayout::kBytes <= 32768;
 

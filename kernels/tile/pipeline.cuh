@@ -15,3 +15,8 @@ template <typename Layout> DEV void load_tile(u32 dst, const TensorMap* map, u32
   for (int i = 0; i < Layout::kPanels; i++)
     tma_load(dst + i * Layout::kPanelBytes, map, barrier, i * Layout::kPanel, row, head, batch);
 }
+// Asks for one to come into the L2 cache.
+template <typename Layout> DEV void prefetch_tile(const TensorMap* map, int row, int head, int batch) {
+  #pragma unroll 1
+  for (int i = 0; i < Layout::kPanels; i++) tma_prefetch(map, i * Layout::kPanel, row, head, batch);
+}
