@@ -59,6 +59,7 @@ _LOG2_E = 1.4426950408889634
 TENSOR_MAPS_OFFSET = round_up(FWD_PARAMS.itemsize, 64)      # they follow FwdParams in TmaParams of fwd_sm90
 BWD_TENSOR_MAPS_OFFSET = round_up(BWD_PARAMS.itemsize, 64)  # and BwdParams in that of bwd_sm90
 DECODE_TENSOR_MAPS_OFFSET = round_up(DECODE_PARAMS.itemsize, 64)        # and DecodeParams in TmaDecodeParams of decode_sm90
+_TOLD_PARTS_BYTES = 40              # of a block, behind the lse of parts: kernels/attn/parts_told.cuh
 MAX_GRID = 2**31 - 1
 MAX_THREADS = 2**32 - 1024           # that count themselves in 32 bits
 
@@ -204,6 +205,8 @@ def scratch_of(problem: Problem, config: Config) -> dict[str, int]:
         slots = items * problem.num_splits if problem.num_splits else 2 * grid_of(problem, config) * (items > 0)
         rows = ITEMSIZE[problem.lse_dtype] * slots * config.block_m
         sizes["partial_out"], sizes["partial_lse"] = rows * dict(config.constants)["HEAD_DIM_V"], rows
+        if config.kernel == "decode_sm90" and not problem.num_splits:
+            sizes["partial_lse"] += _TOLD_PARTS_BYTES * grid_of(problem, config)
     if isinstance(problem, BackwardProblem):
         real, heads = ITEMSIZE[problem.lse_dtype], problem.batch_axis * problem.heads_q
         sizes["rows"] = 2 * real * heads * problem.seqlen_q

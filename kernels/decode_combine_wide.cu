@@ -4,13 +4,14 @@
 //
 // Outputs of parts lie as the threads of its consumers had them: number i of four that thread t of a half of the columns had at
 // n is of row t / 32 * 16 + t % 32 / 4 + i / 2 * 8, column n * 8 + t % 4 * 2 + i % 2 of the half.
-// A border between two shares (FIXED_SPLITS: an item) has kBlocks blocks. Their warps, and those of the other borders of the same
-// item, take pieces of 16 rows by 32 columns in turns. Outputs of kBatch parts are on their way together, the first before it
-// is known what they weigh. Sums are made in the order of the parts.
-#include "attn/lengths.cuh"
+// A border between two shares (FIXED_SPLITS: an item) has kBlocks blocks; which parts there are, the block before the border has
+// told. Their warps, and those of the other borders of the same item, take pieces of 16 rows by 32 columns in turns. Outputs of
+// kBatch parts are on their way together, the first before it is known what they weigh. Sums are made in the order of the parts.
+// Who has read a part is the only one, and the last: nothing of it goes to memory, which the next call would wait for.
 #include "attn/merge.cuh"
-#include "attn/parts.cuh"
+#include "attn/parts_told.cuh"
 #include "ptx/dependent.cuh"
+#include "ptx/discard.cuh"
 #include "tile/copy.cuh"
 #include "tile/fragment.cuh"
 
@@ -75,6 +76,18 @@ DEV void weigh(SharedStorage& s, const DecodeParams& p, const Parts& parts, int 
   }
 }
 
+// What load_parts has read of them: lines of 128 bytes that are no one else's, if the workspace is aligned to them.
+DEV void drop_parts(const DecodeParams& p, const Parts& parts, const Piece& piece, int from) {
+  if ((u64)p.partial_out % 128) return;
+  __syncwarp();
+  const int lane = threadIdx.x % 32, line = lane % 16;          // four of them: four numbers of each lane
+  #pragma unroll
+  for (int j = lane / 16; j < kBatch; j += 2)
+    if (from + j < parts.count)
+      discard((float*)p.partial_out + parts.slot(p, from + j) * (kItemRows * kHeadDimV) +
+              (piece.columns * kVecs + line / 4) * 512 + piece.row / 16 * 128 + line % 4 * 32);
+}
+
 // Joins a piece, of which `x` and `lse` are the first parts, by a warp.
 DEV void join(Four (&x)[kBatch][kVecs], float (&lse)[kBatch][2], const SharedStorage& s, const DecodeParams& p,
               const Parts& parts, const Piece& piece) {
@@ -96,6 +109,7 @@ DEV void join(Four (&x)[kBatch][kVecs], float (&lse)[kBatch][2], const SharedSto
     }
     from += kBatch;
     if (from < parts.count) load_parts(x, lse, p, parts, piece, from);
+    drop_parts(p, parts, piece, from - kBatch);
   }
   #pragma unroll
   for (int r = 0; r < 2; r++) {
@@ -112,14 +126,18 @@ DEV void join(Four (&x)[kBatch][kVecs], float (&lse)[kBatch][2], const SharedSto
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident) decode_combine_wide(const DecodeParams p) {
   __shared__ SharedStorage s;
-  prefetch_lengths(p);
-  __threadfence();              // lengths are what they are now, not what the L1 may have of them from an earlier kernel
-  const Parts parts = find_parts<kBlocks>(p);
+  Parts parts;
+  if constexpr (kFixedSplits) {
+    __threadfence();            // lengths are what they are now, not what the L1 may have of them from an earlier kernel
+    parts = find_parts<kBlocks>(p);
+  }
   wait_for_kernel_before();     // whoever has nothing to do, too: else this kernel might end before that one
+  if constexpr (!kFixedSplits) parts = *told_parts(p, blockIdx.x / kBlocks);
   if (parts.count <= 1) return;
   const int rows = min(kItemRows, num_rows(p) - parts.row_tile * kItemRows), pieces = (rows + 15) / 16 * kPieces;
   const int warp = uniform(threadIdx.x / 32), step = kBlocks * kWarps * parts.shares;
-  int i = (blockIdx.x % kBlocks * kWarps + warp) * parts.shares + parts.share;
+  // The first pieces are the first warps' of all blocks: there may be fewer than warps.
+  int i = (warp * kBlocks + (int)blockIdx.x % kBlocks) * parts.shares + parts.share;
   Four x[kBatch][kVecs];
   float lse[kBatch][2];
   if (i < pieces) load_parts(x, lse, p, parts, Piece(i), 0);

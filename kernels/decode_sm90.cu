@@ -19,7 +19,9 @@
 // order: docs/decode_sm90.md.
 #include "attn/decode_wgmma.cuh"
 #include "attn/lengths.cuh"
+#include "attn/parts_told.cuh"
 #include "ptx/count.cuh"
+#include "ptx/tma_stream.cuh"
 
 constexpr bool kTma = TMA;                      // a tile of cached keys lies in one piece, and a tensor map tells where
 constexpr int kHalfV = kHeadDimV / 2;           // columns of O of a consumer
@@ -86,6 +88,7 @@ struct RowsOfThread {
 DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
   const bool acts = threadIdx.x == 0;           // by TMA
   if (kTma && acts) tma_prefetch_map(&p.k_map);
+  const u64 policy = l2_policy(true);           // parts, lengths and code stay in the L2 cache
   Ring<kStages> kv;
   u32 q_phase = 0;
   RowsOfThread rows;
@@ -129,8 +132,8 @@ DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
             #pragma unroll 1
             for (int i = 0; i < panels_of(part); i++) {
               const int panel = panel_of(part, i, owner);
-              tma_load(sK + panel * KLayout::kPanelBytes, &p.k_map, ready, panel * KLayout::kPanel, first_row, item.head_k,
-                       tile_slot);
+              tma_load_hinted(sK + panel * KLayout::kPanelBytes, &p.k_map, ready, panel * KLayout::kPanel, first_row,
+                              item.head_k, tile_slot, policy);
             }
           }
           // Each warp for itself: one that is late must not miss a phase of `free`.
@@ -157,6 +160,7 @@ DEV void load_tiles(SharedStorage& s, const TmaDecodeParams& p) {
     }
   }
   cp_async_commit();
+  if (!kFixedSplits && threadIdx.x / 32 == 3) tell_parts(p);    // beside the last tiles
   cp_async_wait<0>();
 }
 
@@ -462,6 +466,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) decode_sm90(const __gr
     mbarrier_init_fence();
   }
   __syncthreads();
-  start_dependents();           // decode_combine finds its parts while these are computed
+  start_dependents();           // the blocks of decode_combine_wide are there when the last of these ends
   run_roles<kLoaderRegisters, kConsumerRegisters>(p, [&] { load_tiles(s, p); }, [&](int) { consume(s, p); });
 }
