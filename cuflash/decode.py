@@ -57,12 +57,13 @@ def attention_with_kvcache(q, k_cache, v_cache, *, k=None, v=None, cache_seqlens
     outside of the caches: tokens of k and v for which there is no room are dropped. An integer as cache_seqlens is checked on the
     host, needs no other kernel when it changes, and stays what it was in a graph. Sums are float32 (float64 for float64).
 
-    Memory: out, lse if asked for, and unless ``num_splits`` is 1 scratch of ``4 * parts * rows * (padded_head_dim_v + 1)`` bytes
-    (8 for float64) for the results of parts: rows is 1 to 64, up to ``seqlen_q * heads_q / heads_k`` in a power of 2 or 16, 32 or
-    64; padded_head_dim_v is head_dim_v in whole groups of 32, or up to 128 more above 64; there are 2 parts for each block of the
-    launch, of which a multiprocessor has 1 to 4. With ``num_splits`` above 1 there are ``num_splits * batch * heads_k *
-    row_tiles``, row_tiles being ``seqlen_q * heads_q / heads_k / rows`` rounded up. On the CPU tiles of a fixed size, and the
-    keys and values of one request where they lie in pages.
+    Memory: out, lse if asked for, and unless ``num_splits`` is 1 scratch of ``4 * parts * rows * (padded_head_dim_v + 1)``
+    bytes (8 for float64) for the results of parts: rows is 1 to 64, up to ``seqlen_q * heads_q / heads_k`` in a power of 2 or
+    16, 32 or 64; padded_head_dim_v is head_dim_v in whole groups of 32, or up to 128 more above 64; there are 2 parts for each
+    block of the launch, of which a multiprocessor has 1 to 4; latent attention on Hopper takes 40 bytes more a block. With
+    ``num_splits`` above 1 there are ``num_splits * batch * heads_k * row_tiles``, row_tiles being ``seqlen_q * heads_q /
+    heads_k / rows`` rounded up. On the CPU tiles of a fixed size, and the keys and values of one request where they lie in
+    pages.
 
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, says what came and what is allowed.
