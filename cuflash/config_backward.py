@@ -28,17 +28,22 @@ def _shared_constants(problem: BackwardProblem) -> dict[str, int]:
     return {**shared_constants(problem), "DETERMINISTIC": int(problem.deterministic), "DQ_GROUP": DQ_GROUP}
 
 
+def _key_head_bytes(problem: BackwardProblem, head_dim: int) -> int:
+    """Of q, dout and dq_sum that go with a key head; ``head_dim`` is that of dq_sum, 0: there is none."""
+    itemsize = ITEMSIZE[problem.dtype]
+    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * max(4, itemsize)
+    return problem.heads_q // problem.heads_k * problem.seqlen_q * row_bytes
+
+
 def _heads_in_group(problem: BackwardProblem, device: Device, head_dim: int, few: int = 0) -> tuple[int, str]:
-    """How many (batch, key head) pairs run together so that their arrays stay in half of the L2 cache; ``head_dim`` is that of
-    dq_sum, 0: there is none. ``few``: at least so many, also where key tiles wait; 0: all where they do.
+    """How many (batch, key head) pairs run together so that their arrays (`_key_head_bytes`) stay in half of the L2 cache.
+    ``few``: at least so many, also where key tiles wait; 0: all where they do.
     """
     all_heads = max(1, problem.batch_axis * problem.heads_k)
     if problem.deterministic and not few:
         return all_heads, (f"heads_in_group = {all_heads}  # all: the key tiles of a head wait for each other, those of others "
                            "go on")
-    group, itemsize = problem.heads_q // problem.heads_k, ITEMSIZE[problem.dtype]
-    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * max(4, itemsize)
-    per_key_head = group * problem.seqlen_q * row_bytes
+    per_key_head = _key_head_bytes(problem, head_dim)
     heads = min(max(1, few, device.l2_bytes // 2 // max(1, per_key_head)), all_heads)
     what = "q, dout and dq_sum" if head_dim else "q and dout"
     return heads, (f"heads_in_group = {heads}  # {what} that go with a key head take {per_key_head / 2**20:.1f} MiB, "
@@ -102,9 +107,7 @@ def _ascending_heads(problem: BackwardProblem, device: Device) -> int:
     """
     if not problem.deterministic or problem.varlen or problem.window_right is None:
         return 0
-    group, head_dim, itemsize = problem.heads_q // problem.heads_k, _sm90_head_dim(problem), ITEMSIZE[problem.dtype]
-    row_bytes = (problem.head_dim + problem.head_dim_v) * itemsize + head_dim * 4
-    heads = device.l2_bytes * 2 // 3 // max(1, group * problem.seqlen_q * row_bytes)
+    heads = device.l2_bytes * 2 // 3 // max(1, _key_head_bytes(problem, _sm90_head_dim(problem)))
     return 2 ** (heads.bit_length() - 1) if heads >= _SM90_FEW_ASCENDING_HEADS else 0
 
 
