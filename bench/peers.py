@@ -670,8 +670,7 @@ USUAL = {
     "gqa": ("cuflash-mha", "sdpa_flash", "fa3", "fa4"),
     "window": ("cuflash-causal", "fa3", "fa4", "flashinfer"),
     "small": ("sdpa_flash", "sdpa_cudnn", "fa3", "fa4", "unfused"),
-    # What the targets need: a peer that draws more power in the rotation slows the others down.
-    "backward": ("cuflash-deterministic", "sdpa_flash"),
+    "backward": ("cuflash-deterministic", "sdpa_flash", "sdpa_cudnn", "fa3_jax", "fa4"),
     "step": ("sdpa_flash", "sdpa_cudnn"),
     "head-dims": ("sdpa_cudnn", "fa3", "fa4"),
     "varlen": ("cuflash-dense", "sdpa_flash", "fa3"),
