@@ -38,6 +38,9 @@ DEVICES = {
 }
 
 
+_START_EARLY = ("decode_combine", "decode_combine_wide", "bwd_dkv_sm90", "bwd_dq_sm90")
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, the constants that become its ``-D`` macros, and its blocks: threads, bytes of dynamic shared memory."""
@@ -50,7 +53,7 @@ class Kernel:
     @property
     def starts_early(self) -> bool:
         """Whether it waits by itself for the kernel before it and so may start while that one ends."""
-        return self.kernel in ("decode_combine", "decode_combine_wide")
+        return self.kernel in _START_EARLY
 
     @property
     def is_accelerated(self) -> bool:

@@ -290,6 +290,7 @@ def _sm80(problem: Problem, device: Device, refused) -> Config:
 
 _SM90_HEAD_DIMS = (64, 96, 128, 192, 256)
 _SM90_STAGES = (2, 3)
+_SM90_WINDOW_STAGES = (2, 3, 4, 5)      # of three consumers: the last begins, and ends, two key tiles or so before the first
 
 
 class _Sm90Tile(NamedTuple):
@@ -372,7 +373,8 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
     # Where each block has one tile at most, the counter and setting it to 0 (3 us) are for nothing.
     blocks = -(-problem.seqlen_q // tile.block_m) * problem.batch_axis * problem.heads_q
     counts_tiles = problem.varlen or _is_masked(problem) and blocks > device.num_sms
-    stages = max(n for n in _SM90_STAGES if _sm90_smem(problem, n) <= device.smem_optin)
+    stages = _SM90_WINDOW_STAGES if problem.window_left is not None and tile.consumers == 3 else _SM90_STAGES
+    stages = max(n for n in stages if _sm90_smem(problem, n) <= device.smem_optin)
     smem = _sm90_smem(problem, stages)
     constants = {
         **shared_constants(problem),
@@ -385,7 +387,7 @@ def _sm90(problem: Problem, device: Device, refused) -> Config:
         "thread take all registers but a few",
         f"turns = {int(tile.turns)}  # " + ("the softmax of one warpgroup runs beside the products of another" if tile.turns else
                                           "warpgroups start their products when they can: turns were slower here"),
-        f"stages = {stages}  # K and V of " + ("the next key tile" if stages == 2 else "the next two key tiles") +
+        f"stages = {stages}  # K and V of " + ("the next key tile" if stages == 2 else f"the next {stages - 1} key tiles") +
         " are copied while this one is used",
         f"smem_bytes = {smem}  # a block a multiprocessor, the limit of one is {device.smem_optin}",
         f"head_dim = {head_dim}, head_dim_v = {head_dim_v}  # {problem.head_dim} and {problem.head_dim_v}; the copies pad with "

@@ -401,8 +401,8 @@ class BackwardLaunch(Launch):
     maps, behind the params.
     """
 
-    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, ...]]):
-        super().__init__(steps, loaded, params, len(_FORWARD_POINTERS))
+    def __init__(self, steps, loaded, params, views: dict[str, View], boxes: dict[str, tuple[int, ...]], early: bool):
+        super().__init__(steps, loaded, params, len(_FORWARD_POINTERS), early)
         self._write_own = self._writer(len(_BACKWARD_POINTERS), FWD_PARAMS.itemsize)
         self._maps = TensorMaps(ctypes.addressof(self._params) + BWD_TENSOR_MAPS_OFFSET, views, boxes) if boxes else None
 
@@ -476,7 +476,8 @@ class Prepared:
                            stream=stream) for kernel, _ in steps]
         num_pointers = len(_FORWARD_POINTERS) if "tiles" in self.scratch_offsets else 5
         if isinstance(problem, BackwardProblem):
-            self.launch = BackwardLaunch(steps, loaded, params, views, boxes_of(config) if config.tier == "sm90" else {})
+            boxes = boxes_of(config) if config.tier == "sm90" else {}
+            self.launch = BackwardLaunch(steps, loaded, params, views, boxes, device.compute_capability >= (9, 0))
         elif isinstance(problem, DecodeProblem):
             boxes = boxes_of(config) if config.kernel == "decode_sm90" else {}
             self.launch = DecodeLaunch(steps, loaded, params, views, boxes, device.compute_capability >= (9, 0))

@@ -6,6 +6,7 @@
 // kLanes lanes of a warp take a row of a head. Heads come fastest, as they lie: blocks then read whole lines one after the
 // other. Packed batches are one long sequence here; rows that no sequence covers are treated alike, as nothing reads them.
 #include "attn/gradient.cuh"
+#include "ptx/dependent.cuh"
 #include "ptx/math.cuh"
 
 using Element = ElementOf<DTYPE>::type;
@@ -22,8 +23,9 @@ struct alignas(VEC_BYTES) Elements { Element x[kLoad]; };
 struct alignas(16) Zeros { R x[kZeros]; };
 
 extern "C" __global__ void __launch_bounds__(kThreads) bwd_delta(const BwdParams p) {
+  start_dependents();           // blocks of the next kernel are there when the last of these ends
   if (DETERMINISTIC || COUNTS_TILES) {
-    const u32 count = 1 + (DETERMINISTIC ? (kVarlen ? 1 : p.batch) * p.heads_q * p.num_query_tiles : 0);
+    const u32 count = (kHeadDim == 0 ? 2 : 1) + (DETERMINISTIC ? (kVarlen ? 1 : p.batch) * p.heads_q * p.num_query_tiles : 0);
     for (u32 i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) p.turns[i] = 0;
   }
   const i64 sums = (kVarlen ? 1 : p.batch) * p.heads_q * num_dq_groups(p) * (kDqGroup * kHeadDim / kZeros);

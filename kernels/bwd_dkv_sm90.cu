@@ -382,8 +382,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dkv_sm90(const __g
     mbarrier_init(shared_address(&s.weights_free), 4);
     mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
-    if (blockIdx.x == 0) p.turns[1] = 0;        // the counter of bwd_dq_sm90
   }
+  wait_for_kernel_before();     // bwd_delta
+  start_dependents();
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {

@@ -358,6 +358,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
     mbarrier_init(shared_address(&s.nears_end), 1);
     mbarrier_init_fence();
   }
+  // Of bwd_dkv_sm90, which has waited for bwd_delta, a dense batch needs nothing.
+  if (kVarlen) wait_for_kernel_before();
   __syncthreads();
   const int warpgroup = uniform(threadIdx.x / 128);
   if (warpgroup == 0) {
@@ -369,4 +371,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_dq_sm90(const __gr
     set_more_registers<kConsumerRegisters>();
     differentiate(s, p, warpgroup - 1);
   }
+  if (!kVarlen) wait_for_kernel_before();       // else this kernel might end before that one
 }

@@ -3,7 +3,7 @@
 //   q [batch, seqlen_q, heads_q, head_dim], k, v [batch, seqlen_k, heads_k, head_dim | head_dim_v]  ->  out, lse
 //
 // A block stays on its multiprocessor and computes tiles of kBlockM query rows of one head, one after the other. Of warpgroup 0
-// one warp plans and one loads by TMA; each of the kConsumers other warpgroups owns 64 rows from Q to O.
+// one warp plans, one loads K and V and one Q by TMA; each of the kConsumers other warpgroups owns 64 rows from Q to O.
 //   work_ready[i]:  planner -> all, which tile is next                  work_free[i]: all -> planner, they have done with it
 //   nears_end:      loader -> planner, few key tiles are left to load: time to take the next tile
 //   q_ready[c]:     loader -> consumer c, its Q has landed              q_free[c]: back, it has been multiplied
@@ -12,7 +12,7 @@
 // Key tiles come last first. In one step a consumer starts S = Q K^T of the next key tile and O += P V of this one, and computes
 // P of the next while PV is running (FlashAttention-3, Shah et al. 2024, Algorithm 2). Beside the last O of a tile begins the
 // first S of the next. A consumer skips key tiles that none of its rows sees. Consumers take turns to start products (kTurns),
-// so that the softmax of one runs beside the products of another.
+// so that the softmax of one runs beside the products of another; the last O of a tile takes none.
 // The running max lags: it moves only when a logit would exceed it by kMaxLag, so O is seldom rescaled.
 // V under a mask is taken to be finite: NaN and Inf of a key times P = 0 are NaN, so a tile whose O is finite had none. One whose O
 // is not comes again by the planner, and with it all later tiles of the block are computed with care: V of partly masked key tiles
@@ -186,23 +186,55 @@ DEV void plan_tiles(SharedStorage& s, const TmaParams& p) {
   }
 }
 
-// The loader, one warp, of which one thread acts.
+// Under a right mask the last rows of a block see key tiles that come before those of the others.
+constexpr bool kLastFirst = kMaskRight && kBlockN < kBlockM;
+
+// The loader of Q, one warp, of which one thread acts: where consumers end apart, the keys of the next tile do not wait for the last.
+DEV void load_queries(SharedStorage& s, const TmaParams& p) {
+  const bool acts = thread_index() % 32 == 0;
+  if (acts) tma_prefetch_map(&p.q_map);
+  Ring<kSlots> slot;
+  Ring<1> q;
+  #pragma unroll 1
+  while (true) {
+    mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
+    const Tile& t = s.work[slot.stage];
+    const int batch = uniform(t.work.batch), head = t.work.head, first_q = t.first_q, array_batch = kVarlen ? 0 : batch;
+    const bool has_keys = uniform(t.keys.begin) < uniform(t.keys.end);
+    if (batch == kNoMore) return;
+    __syncwarp();
+    if (acts) mbarrier_arrive(shared_address(&s.work_free[slot.stage]));
+    slot.next();
+    if (!has_keys) continue;
+    #pragma unroll 1
+    for (int i = 0; i < kConsumers; i++) {
+      const int c = kLastFirst ? kConsumers - 1 - i : i;
+      const u32 q_ready = shared_address(&s.q_ready[c]);
+      mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
+      if (acts) {
+        mbarrier_expect(q_ready, QLayout::kBytes);
+        load_tile<QLayout>(shared_address(s.sQ[c]), &p.q_map, q_ready, first_q + c * 64, head, array_batch);
+      }
+    }
+    q.next();
+  }
+}
+
+// The loader of K and V, one warp, of which one thread acts.
 DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
   const bool acts = thread_index() == 0;
   if (acts) {
-    tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
     tma_prefetch_map(&p.v_map);
   }
   const bool tells_end = acts && (kVarlen || p.tiles);          // else the planner does not wait for it
   Ring<kSlots> slot;
-  Ring<1> q;
   Ring<kStages> k;                              // of K; V is a stage behind
   #pragma unroll 1
   while (true) {
     mbarrier_wait(shared_address(&s.work_ready[slot.stage]), slot.phase);
     const Tile& t = s.work[slot.stage];
-    const int batch = uniform(t.work.batch), head = t.work.head, head_k = t.head_k, first_q = t.first_q, first_k = t.first_k;
+    const int batch = uniform(t.work.batch), head_k = t.head_k, first_k = t.first_k;
     const int begin = uniform(t.keys.begin), end = uniform(t.keys.end), array_batch = kVarlen ? 0 : batch;
     if (batch == kNoMore) return;
     __syncwarp();
@@ -226,18 +258,7 @@ DEV void load_tiles(SharedStorage& s, const TmaParams& p) {
           load_tile<KLayout>(shared_address(s.sK[k.stage]), &p.k_map, k_ready, row - kBlockN, head_k, array_batch);
         }
       }
-      if (tile == end) {
-        #pragma unroll 1
-        for (int c = 0; c < kConsumers; c++) {
-          const u32 q_ready = shared_address(&s.q_ready[c]);
-          mbarrier_wait(shared_address(&s.q_free[c]), q.phase ^ 1);
-          if (acts) {
-            mbarrier_expect(q_ready, QLayout::kBytes);
-            load_tile<QLayout>(shared_address(s.sQ[c]), &p.q_map, q_ready, first_q + c * 64, head, array_batch);
-          }
-        }
-        q.next();
-      } else {
+      if (tile < end) {
         const u32 stage = (k.stage == 0 ? kStages : k.stage) - 1, v_ready = shared_address(&s.v_ready[stage]);
         mbarrier_wait(shared_address(&s.v_free[stage]), k.phase ^ (k.stage != 0));
         if (acts) {
@@ -526,8 +547,6 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
         sync_consumer();
         free_q();
         q_ring.next();
-        my_turn();
-        your_turn();
         write_empty(p, s.work[slot.stage].work, at.first_row, 16, thread_index() % 32, 32);
         free_slot(slot.stage);
         slot.next();
@@ -581,29 +600,38 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       if (kChecksV && not_finite) s.work[finished_slot].not_finite = true;
       free_slot(finished_slot);
     };
-    my_turn();
     start_o(!is_fresh);
-    your_turn();
-    // Beside this last product the next tile begins.
-    const bool has_tail = kMaskLeft && at.own.begin > at.keys.begin;
-    bool is_last = false, is_found = false;
-    if (!has_tail) {
-      slot.next();
-      is_last = !look();
-      is_found = !is_last && at.keys.begin < at.keys.end;
-    }
+    // Beside this last product the next tile begins, behind the key tiles that only rows of earlier consumers see.
+    const u32 last_v = v_ring.stage;
+    const auto free_last_v = [&] { if (speaks) mbarrier_arrive(shared_address(&s.v_free[last_v])); };
+    const int num_tail = kMaskLeft ? at.own.begin - at.keys.begin : 0;
+    v_ring.next();
+    slot.next();
+    const bool is_last = !look();
+    const bool is_found = !is_last && at.keys.begin < at.keys.end;
     is_started = is_found && at.own.begin < at.own.end;
+    const auto skip_tail = [&] {
+      #pragma unroll 1
+      for (int i = 0; kMaskLeft && i < num_tail; i++) {
+        skip_k();
+        skip_v();
+        my_turn();
+        your_turn();
+      }
+    };
     if (is_started) {
-      const bool frees = at.keys.end - at.own.end >= kStages;   // V of the key tiles on the way needs the place of the last one
+      // V of the key tiles on the way needs the place of the last one.
+      const bool frees = num_tail + (at.keys.end - at.own.end) >= kStages;
       if (frees) {
         wgmma_wait<0>();
-        free_v();
+        free_last_v();
       }
+      skip_tail();
       skip_to_own();
       start_tile();
       wgmma_wait<1>();
       wgmma_pin(flat(rO[0]));
-      if (!frees) free_v();
+      if (!frees) free_last_v();
       write_finished();                         // while S is computed
       wgmma_wait<0>();
       begin_rows();
@@ -612,20 +640,11 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       continue;
     }
     wgmma_wait<0>();
-    finish_o();
+    wgmma_pin(flat(rO[0]));
+    free_last_v();
     write_finished();
+    skip_tail();
     if (is_last) return;
-    if (has_tail) {
-      #pragma unroll 1
-      for (tile = at.own.begin - 1; tile >= at.keys.begin; tile--) {
-        // The turn of this step was that of the last product: this one is of the next.
-        skip_k();
-        skip_v();
-        my_turn();
-        your_turn();
-      }
-      slot.next();
-    }
     if (!is_found && !next_tile()) return;
   }
 }
@@ -636,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
   if (threadIdx.x == 0) {
     for (int i = 0; i < kSlots; i++) {
       mbarrier_init(shared_address(&s.work_ready[i]), 1);
-      mbarrier_init(shared_address(&s.work_free[i]), 1 + kConsumers * 4);
+      mbarrier_init(shared_address(&s.work_free[i]), 2 + kConsumers * 4);
       s.work[i].not_finite = false;
     }
     for (int i = 0; i < kConsumers; i++) {
@@ -658,7 +677,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90(const __grid_
     set_fewer_registers<kLoaderRegisters>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) load_tiles(s, p);
-    else if (warp == 1) plan_tiles(s, p);
+    else if (warp == 1) load_queries(s, p);
+    else if (warp == 2) plan_tiles(s, p);
   } else {
     set_more_registers<kConsumerRegisters>();
     attend(s, p, warpgroup - 1);

@@ -293,6 +293,23 @@ def test_a_backward(gpu, is_packed, deterministic):
     assert len(gpu.kernels) == 3 + is_packed and len(gpu.allocated) == 2
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_wide_backward(gpu, is_packed):
+    """On Hopper dq has a kernel of its own, and both start early."""
+    shapes = {name: (*shape[:-1], 256) for name, shape in (PACKED if is_packed else SHAPES).items() if name != "lse"}
+    q, k, v, out, dout = gpu.arrays("q", "k", "v", "out", "out", shapes=shapes)
+    (lse,) = gpu.arrays("lse", shapes=PACKED if is_packed else SHAPES)
+    lengths, _ = packed(gpu)
+    if is_packed:
+        cuflash.attention_varlen_backward(dout, q, k, v, out, lse, *lengths)
+    else:
+        cuflash.attention_backward(dout, q, k, v, out, lse)
+    launched = [kernel for kernel, _ in gpu.launches]
+    own = ["bwd_dkv_sm90", *["varlen_tiles"] * is_packed, "bwd_dq_sm90"] if gpu.arch == "sm_90" else ["bwd_sm80", "bwd_cast"]
+    assert launched == ["varlen_tiles"] * is_packed + ["bwd_delta", *own]
+    assert gpu.early == [kernel for kernel in own if kernel.startswith("bwd_d")]
+
+
 def test_a_batch_of_one_without_its_axis(gpu):
     shapes = {name: shape[1:] for name, shape in SHAPES.items()}
     q, k, v, out, lse = gpu.arrays("q", "k", "v", "out", "lse", shapes=shapes)

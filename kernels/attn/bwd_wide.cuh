@@ -1,7 +1,9 @@
 // What the two kernels of a backward of wide heads share: bwd_dkv_sm90 and bwd_dq_sm90, each with its part of the gradients in
-// the registers of warpgroups. All operands are tiles of 64 rows, of queries (Q, dO) or keys (K, V).
+// the registers of warpgroups. All operands are tiles of 64 rows, of queries (Q, dO) or keys (K, V). Each starts while the kernel
+// before it ends; of a dense batch the second computes beside the last tiles of the first.
 #pragma once
 #include "attn/bwd_wgmma.cuh"
+#include "ptx/dependent.cuh"
 
 constexpr int kRows = 64;                       // of a tile
 constexpr int kStages = 2;
