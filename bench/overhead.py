@@ -41,6 +41,7 @@ CALLS_IN_A_ROW = 16
 ROW = f"cuflash.torch.attention, {CALLS_IN_A_ROW} in a row"
 SDPA = "torch SDPA"  # whichever backend PyTorch takes
 BLOCK = "block of a transformer, {}"  # with the attention of one of these
+ADDITION = "torch addition"  # what entering compiled code costs, whatever is in it
 # By how many microseconds a call may take longer than another.
 TARGETS_BESIDE_US = {
     "cuflash.torch.attention": ("attention, cupy", 5.0),
@@ -191,7 +192,7 @@ def subjects(torch) -> dict:
 
 def of_cuflash_torch(torch) -> dict:
     """As subjects, of what models call: without gradients, recording them, and compiled, one call, several in a row, and beside
-    the rest of a transformer's block; and the same of PyTorch's own attention."""
+    the rest of a transformer's block; the same of PyTorch's own attention; and one addition, which anything compiled costs."""
     import cuflash.torch as flash
 
     def plain(function, case, wants_grad=False):
@@ -258,6 +259,7 @@ def of_cuflash_torch(torch) -> dict:
         ("cuflash.torch.attention", one_of, flash.attention),
         (ROW, row_of, flash.attention),
         (BLOCK.format("cuflash"), block_by, flash.attention),
+        (ADDITION, one_of, lambda q, k, v: q + k),
         (SDPA, one_of, sdpa),
         (f"{SDPA}, {CALLS_IN_A_ROW} in a row", row_of, sdpa),
         (BLOCK.format("SDPA"), block_by, sdpa),

@@ -361,6 +361,9 @@ def _write(folder: Path, built: Built, record: dict, arch: str) -> Path | None:
 
 _compiles = 0
 _compiles_lock = threading.Lock()
+# CuPy opens NVRTC, and NVRTC its builtins with the first program: where two threads do it at once, one of them fails (seen with
+# 13.0).
+_first_program, _had_program = threading.Lock(), False
 
 
 def compile_count() -> int:
@@ -423,6 +426,16 @@ def _builtins_missing(log: str) -> NvrtcMissing:
 
 def _compile(kernel: str, files: dict[str, str], options: list[str], what: str) -> tuple[bytes, str]:
     """(cubin or PTX, log). Raises RuntimeError with variant and log, NvrtcMissing for a broken NVRTC."""
+    global _had_program
+    if _had_program:
+        return _compile_program(kernel, files, options, what)
+    with _first_program:
+        compiled = _compile_program(kernel, files, options, what)
+        _had_program = True
+        return compiled
+
+
+def _compile_program(kernel: str, files: dict[str, str], options: list[str], what: str) -> tuple[bytes, str]:
     global _compiles
     nvrtc = import_cupy().cuda.nvrtc
     with _compiles_lock:
@@ -461,7 +474,9 @@ def build(kernel: str, constants, arch: str, *, cache_dir: Path | None = None) -
     for a failed compile (with NVRTC's log); ValueError for a constant given twice.
     """
     constants = _normalise(constants)
-    files, version = _sources(kernel), nvrtc_version()
+    files = _sources(kernel)
+    with _first_program:        # or a thread would compile while another still opens NVRTC
+        version = nvrtc_version()
     options = _options(constants, arch, version)
     key = hashlib.sha256(json.dumps([_FORMAT, options, version, _joined(files)]).encode()).hexdigest()
     folder = _folder(cache_dir)

@@ -390,6 +390,31 @@ def test_threads_compile_each_variant_once(fresh):
     assert len(results) == 12 and len({(value, built.cubin) for value, built in results}) == 3
 
 
+@needs_nvrtc
+def test_the_first_program_of_a_process_is_compiled_alone(fresh, monkeypatch):
+    """NVRTC 13.0 cannot open its builtins in two threads at once."""
+    start, events, compile_program = threading.Barrier(4), [], jit._compile_program
+
+    def watched(*args):
+        events.append("begins")
+        compiled = compile_program(*args)
+        events.append("ends")
+        return compiled
+
+    def work(value):
+        start.wait()
+        jit.build("small", {"VALUE": value}, "sm_80")
+
+    monkeypatch.setattr(jit, "_had_program", False)
+    monkeypatch.setattr(jit, "_compile_program", watched)
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events[:2] == ["begins", "ends"] and len(events) == 8 and jit._had_program
+
+
 def _truncate(cubin, record):
     cubin.write_bytes(cubin.read_bytes()[:-1])
 
