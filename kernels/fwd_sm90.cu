@@ -52,6 +52,7 @@ constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kHeadDimV == 256 ? 24 : 40;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kHeadDimV == 256 ? 240 : 232;
 static_assert(kBlockN % 16 == 0, "whole steps of P V");
+static_assert((kBlockM - 65) / kBlockN + 1 < kStages, "key tiles behind a consumer's own need no place of its last V");
 
 using QLayout = PanelLayout<64, kHeadDim>;      // of one consumer
 using KLayout = PanelLayout<kBlockN, kHeadDim>;
@@ -600,11 +601,17 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       if (kChecksV && not_finite) s.work[finished_slot].not_finite = true;
       free_slot(finished_slot);
     };
+    const int num_tail = kMaskLeft ? at.own.begin - at.keys.begin : 0;
+    if (kTurns && kMaskLeft) {
+      // Those of key tiles behind its own. Before it looks at the next tile: the others may need them before they free the slot that
+      // it is to lie in.
+      #pragma unroll 1
+      for (int i = 0; i < num_tail; i++) my_turn(), your_turn();
+    }
     start_o(!is_fresh);
     // Beside this last product the next tile begins, behind the key tiles that only rows of earlier consumers see.
     const u32 last_v = v_ring.stage;
     const auto free_last_v = [&] { if (speaks) mbarrier_arrive(shared_address(&s.v_free[last_v])); };
-    const int num_tail = kMaskLeft ? at.own.begin - at.keys.begin : 0;
     v_ring.next();
     slot.next();
     const bool is_last = !look();
@@ -615,8 +622,6 @@ DEV void attend(SharedStorage& s, const TmaParams& p, int consumer) {
       for (int i = 0; kMaskLeft && i < num_tail; i++) {
         skip_k();
         skip_v();
-        my_turn();
-        your_turn();
       }
     };
     if (is_started) {
