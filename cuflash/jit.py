@@ -166,9 +166,17 @@ def _preload(major: int) -> bool:
     return False
 
 
+_opening = threading.Lock()     # or a thread would compile while another still opens NVRTC
+
+
 @functools.cache
 def nvrtc_version() -> tuple[int, int]:
     """(major, minor) of the NVRTC that CuPy finds. Raises NvrtcMissing, in one line, when there is none."""
+    with _opening:
+        return _open_nvrtc()
+
+
+def _open_nvrtc() -> tuple[int, int]:
     cupy = import_cupy()
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
     # Whatever goes wrong while the library is looked for means the same here, and its type differs between
@@ -361,8 +369,7 @@ def _write(folder: Path, built: Built, record: dict, arch: str) -> Path | None:
 
 _compiles = 0
 _compiles_lock = threading.Lock()
-# CuPy opens NVRTC, and NVRTC its builtins with the first program: where two threads do it at once, one of them fails (seen with
-# 13.0).
+# With its first program NVRTC opens its builtins: where two threads do it at once, one of them fails (seen with 13.0).
 _first_program, _had_program = threading.Lock(), False
 
 
@@ -474,9 +481,7 @@ def build(kernel: str, constants, arch: str, *, cache_dir: Path | None = None) -
     for a failed compile (with NVRTC's log); ValueError for a constant given twice.
     """
     constants = _normalise(constants)
-    files = _sources(kernel)
-    with _first_program:        # or a thread would compile while another still opens NVRTC
-        version = nvrtc_version()
+    files, version = _sources(kernel), nvrtc_version()
     options = _options(constants, arch, version)
     key = hashlib.sha256(json.dumps([_FORMAT, options, version, _joined(files)]).encode()).hexdigest()
     folder = _folder(cache_dir)

@@ -708,16 +708,17 @@ def test_tensor_maps_follow_the_params_in_one_order():
 
 def test_who_starts_early_waits_before_it_can_end():
     """Else it would end, for those behind it, before the kernel before it has; and that one lets it start."""
-    splitting = [kernel for kernel in OF_DECODING if not kernel.startswith("decode_combine")]
-    before = {"decode_combine": splitting, "decode_combine_wide": splitting, "bwd_dkv_sm90": ["bwd_delta"],
-              "bwd_dq_sm90": ["bwd_dkv_sm90"]}
-    assert [kernel for kernel in KERNELS if config.Kernel(kernel, (), 32, 0).starts_early] == sorted(before)
-    for kernel, others in before.items():
-        entry = code_of(f"{kernel}.cu").partition('extern "C"')[2]
-        assert "return" not in entry[: entry.index("wait_for_kernel_before();")]
-        assert "start_dependents();" not in entry[: entry.index("wait_for_kernel_before();")]
-        assert all("start_dependents();" in code_of(f"{other}.cu") for other in others)
-    # Of a dense batch only at its end.
+    early = [kernel for kernel in KERNELS if config.Kernel(kernel, (), 32, 0).starts_early]
+    for kernel in OF_DECODING:
+        assert (kernel in early) == kernel.startswith("decode_combine") == ("start_dependents();" not in code_of(f"{kernel}.cu"))
+    assert {*early} - {*OF_DECODING} == {"bwd_dkv_sm90", "bwd_dq_sm90"}
+    assert all("start_dependents();" in code_of(f"{kernel}.cu") for kernel in ("bwd_delta", "bwd_dkv_sm90"))
+    for kernel in early:
+        text = code_of(f"{kernel}.cu")
+        entry = text[text.index('extern "C"') :]
+        before = entry[: entry.index("wait_for_kernel_before();")]
+        assert "return" not in before and "start_dependents();" not in before
+    # dq of a dense batch waits only at its end.
     lines = [line.strip() for line in code_of("bwd_dq_sm90.cu").split("\n") if line.strip()]
     assert lines[-2:] == ["if (!kVarlen) wait_for_kernel_before();", "}"]
 
